@@ -1,4 +1,4 @@
-"""Files that outlive a crash: whole or not at all, flushed to the disk, with sums; and who may write them."""
+"""Files that outlive a crash: whole or not at all, flushed to the disk, with checksums; and who may write them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Checksum:
     """What a file holds: its length in bytes and its SHA-256 (hex)."""
 
     bytes: int
     sha256: str
 
 
-def sum_of(path: Path) -> Sum:
-    """Read a file whole for its sum. Raises OSError."""
+def compute_checksum(path: Path) -> Checksum:
+    """Read a file whole for its checksum. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Sum(file.tell(), digest)
+        return Checksum(file.tell(), digest)
 
 
 def replace(path: Path, content: bytes) -> None:

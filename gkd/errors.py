@@ -28,11 +28,11 @@ class ControlLost(Exception):
     """
 
 
-class NotUpdated(RunFailed):
+class UpdateFailed(RunFailed):
     """An update of the actor that failed before anything was changed: its weights are those before it."""
 
 
-class OutOfMemory(NotUpdated):
+class OutOfMemory(UpdateFailed):
     """A batch that does not fit in micro-batches of as many tokens as they had.
 
     ``budget`` is what to try instead; None: one sequence alone is too much.
@@ -52,7 +52,7 @@ def one_line(text: object) -> str:
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
-class Stopped(SystemExit):
+class SignalExit(SystemExit):
     """A signal ended the program. Exit code 128 and the signal's number."""
 
     def __init__(self, number: int) -> None:
@@ -103,7 +103,7 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
     """Return the line and the exit code of an error; None for one that nobody has thought of."""
     end: tuple[str, int] | None = None
     match error:
-        case Stopped():
+        case SignalExit():
             end = f"stopped by {error.signal}", error.exit_code
         case ConfigError():
             end = f"error: {error}", 2

@@ -102,8 +102,8 @@ class Scoring:
 class SampleRequest:
     """One sample wanted: the ``index``-th of its prompt. Equal seeds give equal samples for equal weights.
 
-    ``own_answer``: the data's answer is the sample, and nothing is drawn. ``key`` names the request among those of its
-    run, and those of a lower ``order`` are waited for first; :class:`gkd.rollout.group.RolloutGroup` sets both.
+    ``from_dataset``: the data's answer is the sample, and nothing is drawn. ``key`` names the request among those of
+    its run, and those of a lower ``order`` are waited for first; :class:`gkd.rollout.group.RolloutGroup` sets both.
     """
 
     prompt: Prompt
@@ -111,7 +111,7 @@ class SampleRequest:
     seed: int
     sampling: Sampling
     scoring: Scoring = Scoring()
-    own_answer: bool = False
+    from_dataset: bool = False
     key: int = 0
     order: float = 0
 
@@ -129,7 +129,7 @@ class Sample:
     """A finished trajectory of L tokens, the prompt's included.
 
     ``token_ids`` [L]. ``sampled`` [L]: which of them the student wrote, or the data in its place
-    (``request.own_answer``); the first is never one. ``logprobs`` [L]: the sampler's log-probabilities under the
+    (``request.from_dataset``); the first is never one. ``logprobs`` [L]: the sampler's log-probabilities under the
     distribution that was sampled from, NaN where nothing was. ``versions``: weight versions of the sampled stretches.
     ``finish_reason``: "stop" after an end token, which is then the last sampled one, "length" at the limit.
 
@@ -298,7 +298,7 @@ class TrainingSample:
         return self.ref, self.slot
 
 
-class UnscoredSample(NamedTuple):
+class GenerationNotice(NamedTuple):
     """The sample of request ``key`` is generated and is scored now: its slot in the engine is free."""
 
     key: int

@@ -89,7 +89,7 @@ def expected(tree: ast.AST) -> Iterator[ast.AST]:
             found: list[ast.AST] = []
             if isinstance(node, ast.Call):
                 found = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
-                found += node.args[1:] if ast.unparse(node.func) == "tells" else []
+                found += node.args[1:] if ast.unparse(node.func) == "contains_in_order" else []
                 if isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
                     found += node.args if mentions(node.func.value, told, TOLD) else []
             elif isinstance(node, ast.Compare):
@@ -118,7 +118,7 @@ def test():
     text = capsys.readouterr().err
     assert text == ("four of these words" if more else "five of these words")
     assert complaint().startswith("six of these words")
-    assert tells(text, "seven of these words")
+    assert contains_in_order(text, "seven of these words")
     with raises(match="No word of these"): pass
     printed = capsys.readouterr().out
     assert "eight of these words" in printed

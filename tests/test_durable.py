@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd import durable
-from gkd.durable import Sum, hold, reason, replace, replace_directory, sum_of
+from gkd.durable import Checksum, compute_checksum, hold, reason, replace, replace_directory
 
 
 class Crash(BaseException):
@@ -132,9 +132,9 @@ def test_a_sum_is_of_all_bytes(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"abc")
     sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
-    assert sum_of(file) == Sum(3, sha256)
+    assert compute_checksum(file) == Checksum(3, sha256)
     file.write_bytes(b"abd")
-    assert sum_of(file).sha256 != sha256
+    assert compute_checksum(file).sha256 != sha256
 
 
 def test_a_directory_is_held_by_one_or_shared_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

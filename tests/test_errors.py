@@ -12,7 +12,7 @@ import pytest
 
 from gkd.cli import train as main
 from gkd.cluster.session.shutdown import run_within
-from gkd.errors import ConfigError, RunFailed, Stopped, catch_errors
+from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors
 
 
 def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
@@ -27,8 +27,8 @@ def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
 @pytest.mark.parametrize(
     ("error", "line", "code"),
     [
-        (Stopped(signal.SIGTERM), "stopped by SIGTERM; a note", 143),
-        (Stopped(signal.SIGINT), "stopped by Ctrl-C; a note", 130),
+        (SignalExit(signal.SIGTERM), "stopped by SIGTERM; a note", 143),
+        (SignalExit(signal.SIGINT), "stopped by Ctrl-C; a note", 130),
         (ConfigError("no"), "error: no; a note", 2),
         (RunFailed("no"), "failed: no; a note", 1),
         (FileNotFoundError(2, "absent", "here"), "failed: absent: here; a note", 1),

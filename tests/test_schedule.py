@@ -58,19 +58,19 @@ def test_every_step_trains_its_tickets_within_the_bound_however_often_a_run_is_k
 
 @given(st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.integers(0, 7))
 def test_replacements_are_for_the_same_step_and_no_prompt_is_another_ones(
-    batch: int, staleness: int, wanted: list[int], resumed_after: int
+    batch: int, staleness: int, n_replaced: list[int], resumed_after: int
 ) -> None:
     prompts = Prompts()
-    schedule = TicketSchedule(batch, staleness, len(wanted), prompts.draw)
+    schedule = TicketSchedule(batch, staleness, len(n_replaced), prompts.draw)
     seen: Counter[int] = Counter()
-    for step, n in enumerate(wanted, 1):
+    for step, n in enumerate(n_replaced, 1):
         for admitted in schedule.admit(step - 1):
             seen.update(t.prompt for t in admitted if t.step <= resumed_after or step > resumed_after)
         further = schedule.replace(step, min(n, batch))
         assert all(ticket.step == step and batch <= ticket.place < 2 * batch for ticket in further)
         seen.update(ticket.prompt for ticket in further)
         if step == resumed_after:  # what was admitted and not trained is admitted again, with the same prompts
-            schedule = TicketSchedule(batch, staleness, len(wanted), prompts.draw, step, schedule.steps_ahead(step))
+            schedule = TicketSchedule(batch, staleness, len(n_replaced), prompts.draw, step, schedule.steps_ahead(step))
     assert set(seen.values()) == {1}
     assert sorted(seen) == list(range(prompts.drawn))
 

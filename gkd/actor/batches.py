@@ -29,7 +29,7 @@ def combine_mini_batches(rows: Sequence[Metrics]) -> Metrics:
     return {name: combine(name) for name in rows[-1]} if rows else {}
 
 
-def share(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
+def balance_over_ranks(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
     """Return indices of the sequences each rank gets, their tokens as equal as longest-first assignment makes them."""
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
     loads = [0] * n_ranks

@@ -71,7 +71,7 @@ def compile_layers(
     if setting is False or (not strict and not (device.type == "cuda" and packed and _is_dense(lm) and _is_large(lm))):
         return None
     layers = decoder_layers(lm)
-    reason = None if layers else "transformers does not say which of its layers are alike"
+    reason = None if layers else "transformers does not mark which of its layers are alike"
     if (reason := reason or find_obstacle(device)) is not None:
         if strict:
             raise ConfigError(f"actor.compile=true: {reason}; {REMEDY}")

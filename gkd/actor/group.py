@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gkd.actor.batches import AppliedUpdate, combine_mini_batches, share
+from gkd.actor.batches import AppliedUpdate, balance_over_ranks, combine_mini_batches
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done, settle
+from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done, wait
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
 from gkd.inference.vllm_environment import environment
@@ -74,7 +74,7 @@ class ActorGroup:
         """Return whether the ranks hold sequences of ``lengths`` tokens in one micro-batch each."""
         if sum(lengths) <= self._budget:
             return True
-        shares = share(lengths, len(self.group))
+        shares = balance_over_ranks(lengths, len(self.group))
         return all(sum(lengths[i] for i in part) <= self._budget for part in shares if len(part) > 1)
 
     def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
@@ -122,7 +122,7 @@ class ActorGroup:
         With ``timing_s/update``, the seconds that the ranks computed for it, which began before this was called.
         """
         try:
-            chunks = self.settle_chunks()
+            chunks = self.wait_for_chunks()
             batch = [sample for chunk in self._chunks for sample in chunk]
         finally:
             self._chunks, self._accumulating = [], []
@@ -137,7 +137,7 @@ class ActorGroup:
         self._warn_of_memory(step)
         return {**row, "timing_s/update": computed + time.monotonic() - began}
 
-    def settle_chunks(self) -> list[list[Any]]:
+    def wait_for_chunks(self) -> list[list[Any]]:
         """Wait until everything given to :meth:`accumulate` is accumulated; returns what the calls for it returned."""
         while self._accumulating:
             try:
@@ -193,7 +193,7 @@ class ActorGroup:
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
-        self.settle_chunks()  # a rank whose memory ran out in them would keep the others waiting
+        self.wait_for_chunks()  # a rank whose memory ran out in them would keep the others waiting
         lengths = [sample.n_sampled for sample in samples]
         in_loss = [sample.in_loss for sample in samples]
         limit = self.config.rollout.max_response_length
@@ -206,7 +206,7 @@ class ActorGroup:
         return metrics
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        return share([sample.n_tokens for sample in samples], len(self.group))
+        return balance_over_ranks([sample.n_tokens for sample in samples], len(self.group))
 
     def _call(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
         """Call ``method`` of every rank; where memory runs out, again in smaller micro-batches, from now on.
@@ -219,7 +219,7 @@ class ActorGroup:
                 return self._gather([self.group.submit_each(method, args)])[0]
             except OutOfMemory as failure:
                 self._shrink(failure)
-                self.settle_chunks()
+                self.wait_for_chunks()
 
     def _gather(self, calls: Sequence[PendingCall]) -> list[list[Any]]:
         """Wait for calls, which the ranks answer one after the other, within trainer.update_timeout_s for all."""
@@ -241,7 +241,7 @@ class ActorGroup:
         """
         self._budget = failure.budget or self._budget
         self._start_again()
-        self.group.call("trainer.take_at_most", self._budget, timeout_s=self.config.trainer.update_timeout_s)
+        self.group.call("trainer.set_token_budget", self._budget, timeout_s=self.config.trainer.update_timeout_s)
         if failure.budget is None:
             raise failure
         if self._chunks:
@@ -258,9 +258,9 @@ class ActorGroup:
         limit = self.config.cluster.start_timeout_s
         if self._writing is not None:  # a checkpoint, which would end with them
             with suppress(RunFailed):  # late, which is known to those who wait for it
-                settle(self._writing, self.config.trainer.save_timeout_s)
+                wait(self._writing, self.config.trainer.save_timeout_s)
         kept = self.group.submit_control("state.keep", activity="handing on what the ranks have")
-        settle(kept, limit)
+        wait(kept, limit)
         self.group = self._restart()
         gather([self.submit_build()], limit)
         self.load()
@@ -280,7 +280,7 @@ class ActorGroup:
         """What the ranks compute in."""
         return self.config.model.dtype_on(self.group.reports[0].device)
 
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         """Return whether every rank that is alive answers."""
         try:
             self.group.control("state.read_applied", timeout_s=ANSWERS_S, activity="answering", keep_deaths=True)
@@ -294,7 +294,7 @@ class ActorGroup:
         Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
         takes.
         """
-        return self._call_in_one_step("state.read_applied", ANSWERS_S, "saying which step it is at")
+        return self._call_in_one_step("state.read_applied", ANSWERS_S, "reporting which step it is at")
 
     def stage(self) -> AppliedUpdate:
         """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
@@ -331,7 +331,7 @@ class ActorGroup:
 
     def save(self, directory: str) -> None:
         """Write the student in Hugging Face format."""
-        self.settle_chunks()
+        self.wait_for_chunks()
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
         self.group.call("state.save", directory, timeout_s=limit, activity="writing the student")

@@ -20,7 +20,7 @@ from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
 from gkd.durable import reason, replace_directory
 from gkd.errors import RunFailed
-from gkd.weights.packing import buckets
+from gkd.weights.packing import split_into_buckets
 
 SHARD_BYTES = 4 << 30
 """Weights are written to files of about this size; what is written is held until a file is full."""
@@ -72,7 +72,7 @@ def write_weights(tensors: Iterator[tuple[str, Tensor]], directory: Path, shard_
     shards: list[tuple[Path, list[str]]] = []
     total = 0
     on_host = ((name, tensor.cpu().contiguous()) for name, tensor in tensors)
-    for bucket, _ in buckets(on_host, shard_bytes):
+    for bucket, _ in split_into_buckets(on_host, shard_bytes):
         file = directory / f"shard-{len(shards)}"
         save_file(bucket, file, {"format": "pt"})
         shards.append((file, list(bucket)))

@@ -16,7 +16,7 @@ from gkd.actor.pretrained import write_pretrained
 from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.cluster.workers.activity import record_activity
-from gkd.durable import Sum
+from gkd.durable import Checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class RankState:
         """
         return self._staging.copy(self._optimizer)
 
-    def write_staged(self, directory: str) -> tuple[str, Sum]:
+    def write_staged(self, directory: str) -> tuple[str, Checksum]:
         """Write what :meth:`stage` copied to a file in ``directory``, on any thread; returns its name and sum."""
         file = Path(directory, f"rank_{self._trainer.rank:05}.safetensors")
         return file.name, self._staging.write(self._optimizer, file)

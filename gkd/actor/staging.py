@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gkd.actor.batches import AppliedUpdate, Metrics
 from gkd.actor.state import Part, part_of, write_part
-from gkd.durable import Sum
+from gkd.durable import Checksum
 from gkd.errors import RunFailed
 
 
@@ -59,7 +59,7 @@ class Staging:
         self._part = part
         return applied
 
-    def write(self, optimizer: Optimizer, file: Path) -> Sum:
+    def write(self, optimizer: Optimizer, file: Path) -> Checksum:
         """Write the copy. Raises RunFailed when that fails, or while an earlier copy is still being written."""
         if not self._writes.acquire(blocking=False):
             raise RunFailed(f"an earlier checkpoint is still being written, instead of {file}")

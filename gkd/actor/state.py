@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from gkd.durable import Sum, flush, reason, sum_of
+from gkd.durable import Checksum, compute_checksum, flush, reason
 from gkd.errors import RunFailed
 
 Part = list[dict[str, NDArray[np.float32]]]
@@ -59,7 +59,7 @@ def put_part(optimizer: Optimizer, part: Part) -> None:
         _put(p, {name: torch.tensor(value) for name, value in kept.items()}, optimizer.state[p])
 
 
-def write_part(optimizer: Optimizer, part: Part, file: Path) -> Sum:
+def write_part(optimizer: Optimizer, part: Part, file: Path) -> Checksum:
     """Write a rank's part to ``file``, and flush it to the disk. Raises RunFailed, in one line, when that fails.
 
     Names are the optimizer's: in the middle of a pass, FSDP has whole parameters in the model's place of shards.
@@ -72,7 +72,7 @@ def write_part(optimizer: Optimizer, part: Part, file: Path) -> Sum:
         save_file(arrays, file, {_SHARDS: json.dumps(shards)})
         flush(file)
         flush(file.parent)
-        return sum_of(file)
+        return compute_checksum(file)
     except (OSError, SafetensorError) as error:
         raise RunFailed(reason(error, file)) from None
 
@@ -85,7 +85,7 @@ def load_state(model: nn.Module, optimizer: Optimizer | None, files: Sequence[Pa
     """
     with ExitStack() as opened:
         try:
-            saved = _Saved([opened.enter_context(safe_open(file, "pt")) for file in files])
+            saved = _CheckpointFiles([opened.enter_context(safe_open(file, "pt")) for file in files])
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise RunFailed(f"a file of the checkpoint in {files[0].parent} cannot be read: {error}") from None
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -98,7 +98,7 @@ def load_state(model: nn.Module, optimizer: Optimizer | None, files: Sequence[Pa
             _put(p, values, {} if optimizer is None else optimizer.state[p])
 
 
-class _Saved:
+class _CheckpointFiles:
     """The files of a checkpoint, opened."""
 
     def __init__(self, files: Sequence[Any]) -> None:

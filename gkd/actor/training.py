@@ -23,12 +23,12 @@ from gkd.actor.mismatch import compute_means, split_by_age, stale_tokens
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
-from gkd.actor.sums import Sums
+from gkd.actor.sums import MetricSums
 from gkd.algorithms.aggregation import Totals
 from gkd.cluster.workers.activity import record_activity
 from gkd.cluster.workers.group import fetch_samples
 from gkd.config import Algorithm, Config
-from gkd.errors import NotUpdated, OutOfMemory, RunFailed, one_line
+from gkd.errors import OutOfMemory, RunFailed, UpdateFailed, one_line
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets, send
@@ -66,7 +66,7 @@ class RankTrainer:
         self.reference: LogprobsByPlace = {}
         """Under the model without its adapter."""
         self._version = 0  # of the weights that the present step starts from
-        self._sums: Sums | None = None  # of the chunks since the last update
+        self._sums: MetricSums | None = None  # of the chunks since the last update
         self._failed: OutOfMemory | None = None
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
@@ -85,7 +85,7 @@ class RankTrainer:
             with disable_adapter(self.student.lm):
                 self.reference |= self._run_fitting(samples, lambda: self._logprobs(samples))
 
-    def take_at_most(self, budget: int) -> None:
+    def set_token_budget(self, budget: int) -> None:
         """Give micro-batches at most so many tokens from now on, where several sequences would share one."""
         self.budget = budget
         if self.student.compilation is not None:
@@ -109,7 +109,7 @@ class RankTrainer:
 
         ``weights``: that of each token of each sample in the batch's loss; ``final``: whether the training step has no
         further update. Returns the metrics of the whole batch.
-        Raises NotUpdated on a gradient that is not finite and OutOfMemory as :meth:`_run_fitting`, nothing changed.
+        Raises UpdateFailed on a gradient that is not finite and OutOfMemory as :meth:`_run_fitting`, nothing changed.
         """
         self.accumulate(samples, weights, n_positions)
         return self.apply(Totals(), step, final)
@@ -160,11 +160,11 @@ class RankTrainer:
         """Do one optimizer step on what was accumulated, which ``totals`` make the gradient of the whole batch.
 
         ``final``: whether the training step has no further update. Returns the metrics of the whole batch.
-        Raises NotUpdated on a gradient that is not finite, with nothing changed.
+        Raises UpdateFailed on a gradient that is not finite, with nothing changed.
         """
         sums, self._sums = self._sums, None
         if sums is None:
-            raise RunFailed(f"actor rank {self.rank} was asked to update without a gradient")
+            raise RunFailed(f"actor rank {self.rank} was to update without a gradient")
         if totals.scale != 1.0:
             gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], totals.scale)
@@ -174,7 +174,7 @@ class RankTrainer:
         if not math.isfinite(grad_norm):
             before = len(self.staging.rows)  # mini-batches of this step
             done = f"{before} of its mini-batches were learned from before" if before else "nothing was updated"
-            raise NotUpdated(f"the gradient of step {step} is not finite (norm {grad_norm}); {done}")
+            raise UpdateFailed(f"the gradient of step {step} is not finite (norm {grad_norm}); {done}")
         lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -239,7 +239,7 @@ class RankTrainer:
         The process that ran out of memory is of no more use than to hand what else it has to another one.
         """
         if self.is_offloaded:
-            raise RunFailed(f"actor rank {self.rank} was asked to compute while its weights had left the GPU to others")
+            raise RunFailed(f"actor rank {self.rank} was to compute while its weights had left the GPU to others")
         # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
         place = (self.config.trainer.seed, n_updates(self.optimizer), self.rank, *([chunk] if chunk else []))
         _seed(seed_of(*place), self.device)
@@ -265,7 +265,7 @@ class RankTrainer:
         n_positions: int,
         algorithm: Algorithm,
         train: bool,
-    ) -> Sums:
+    ) -> MetricSums:
         """Run forward, and backward when training, over micro-batches; returns this rank's part of the metrics.
 
         Nothing here waits for the GPU, so that a micro-batch is laid out while the one before it is computed.
@@ -305,7 +305,7 @@ class RankTrainer:
                 sums[name] += values.detach().sum() / n_positions
             for name, value in most.items():
                 largest[name] = torch.maximum(largest.get(name, value), value)
-        return Sums(dict(losses), dict(sums), largest)
+        return MetricSums(dict(losses), dict(sums), largest)
 
     def _make_zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -333,7 +333,7 @@ class RankTrainer:
         agreed: list[int] = largest.tolist()
         return agreed
 
-    def _reduce(self, sums: Sums) -> Metrics:
+    def _reduce(self, sums: MetricSums) -> Metrics:
         """Return metrics of all ranks together. Every rank had at least one micro-batch, so all have the same names."""
         metrics: dict[str, float] = {}
         added = {**sums.losses, **sums.sums}

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from gkd.config.learning import Aggregation
 
 
-def token_weights(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation, max_tokens: int) -> list[float]:
+def token_weights(
+    lengths: Sequence[int], kept: Sequence[bool], aggregation: Aggregation, max_tokens: int
+) -> list[float]:
     """Return the weight of every token of each sample; the batch's loss is the weighted sum over all its tokens.
 
     - ``token_mean``: the mean over the tokens of samples that are ``kept`` (DAPO, arXiv 2503.14476, eq. 8).
@@ -25,7 +27,7 @@ def token_weights(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation
     n_tokens = sum(length for length, keep in zip(lengths, kept, strict=True) if keep)
 
     def weight(length: int) -> float:
-        match how:
+        match aggregation:
             case "token_mean":
                 return 1 / n_tokens
             case "sequence_mean":
@@ -36,14 +38,16 @@ def token_weights(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation
     return [weight(length) if keep and length else 0.0 for length, keep in zip(lengths, kept, strict=True)]
 
 
-def chunk_weights(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation, max_tokens: int) -> list[float]:
+def chunk_weights(
+    lengths: Sequence[int], kept: Sequence[bool], aggregation: Aggregation, max_tokens: int
+) -> list[float]:
     """Return :func:`token_weights` but for a factor that depends on the rest of the batch, :attr:`Totals.scale`.
 
     ``lengths``, ``kept`` [S]: of a chunk of the batch, of which no more is known yet.
     """
 
     def weight(length: int) -> float:
-        match how:
+        match aggregation:
             case "token_mean":
                 return 1.0
             case "sequence_mean":
@@ -65,8 +69,8 @@ class Totals:
     n_positions: int = 1
 
     @staticmethod
-    def from_lengths(lengths: Sequence[int], kept: Sequence[bool], how: Aggregation) -> Totals:
+    def from_lengths(lengths: Sequence[int], kept: Sequence[bool], aggregation: Aggregation) -> Totals:
         """Return the totals of a batch whose chunks were weighted by :func:`chunk_weights`; arguments are its [S]."""
         counted = [length for length, keep in zip(lengths, kept, strict=True) if keep]
-        divisor = sum(counted) if how == "token_mean" else len(lengths)
+        divisor = sum(counted) if aggregation == "token_mean" else len(lengths)
         return Totals(1 / max(1, divisor), sum(lengths))

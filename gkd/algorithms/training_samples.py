@@ -44,13 +44,13 @@ def _number(reward: float | str) -> float:
 def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[list[TrainingSample], dict[str, float]]:
     """Settle the advantages of a batch and which samples are in the loss; also returns reward/* and advantage/*.
 
-    ``samples``: as for :func:`settle`. Raises RunFailed when a reward function failed on more than
-    ``reward.max_failed_share`` of the samples, and as :func:`settle`.
+    ``samples``: as for :func:`assign_advantages`. Raises RunFailed when a reward function failed on more than
+    ``reward.max_failed_share`` of the samples, and as :func:`assign_advantages`.
     """
     if not config.algorithm.policy_weight:
-        return settle(config, samples), {}
+        return assign_advantages(config, samples), {}
     metrics = _function_metrics(config, samples)
-    batch, rewards = settle(config, samples), np.array(rewards_of(config, samples))
+    batch, rewards = assign_advantages(config, samples), np.array(rewards_of(config, samples))
     groups, advantages, rated = groups_of(config, samples), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
     if rated.any():
         metrics |= {
@@ -67,7 +67,7 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
     return batch, metrics
 
 
-def settle(config: Config, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+def assign_advantages(config: Config, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """Return whole groups of samples with their advantages, and whether each is in the loss.
 
     ``samples``: ``rollout.n`` neighbours of one prompt each. A sample whose reward is not known has the advantage 0 and

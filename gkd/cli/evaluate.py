@@ -23,16 +23,14 @@ SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
 SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
 """Sections and settings that an evaluation takes; another one would have no effect."""
 POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
-SAMPLING = {"rollout.n": "samples"} | {
-    f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
-}
+SAMPLING = {f"rollout.{name}": name for name in ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty")}
 
 
 @entry_point
 def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     parser = Parser("gkd evaluate", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="ask the first 5 questions of each set alone")
+    parser.add_argument("--quick", action="store_true", help="measure the first 5 questions of each set alone")
     parser.add_argument(
         "overrides", nargs="*", help="RUN, models.NAME=DIR, +sets=NAME, placement=NAME, section.key=value"
     )
@@ -117,7 +115,7 @@ def _require_effect(key: str, groups: Sequence[str]) -> None:
     if key in ("recipe", "task"):
         raise ConfigError(f"{key} is for training; an evaluation takes +sets=NAME and placement=NAME")
     if key in POOL:
-        raise ConfigError(f"{key}: evaluate.mode says how many GPUs an evaluation takes, rollout.gpus which")
+        raise ConfigError(f"{key}: evaluate.mode sets how many GPUs an evaluation takes, rollout.gpus which")
     if key in SAMPLING:
         raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.{SAMPLING[key]}")
     is_setting = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS

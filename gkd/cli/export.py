@@ -41,7 +41,7 @@ def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
-    from gkd.driver.checkpoints.checkpoint import Damaged, complete, newest_intact, read_intact, step_of
+    from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, complete, newest_intact, read_intact, step_of
 
     checkpoints = complete(directory)
     if not checkpoints:
@@ -59,5 +59,5 @@ def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
         raise ConfigError(f"--step {step}: {directory} has no complete checkpoint of it; there are those of {steps}")
     try:
         return read_intact(path)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise ConfigError(f"--step {step}: {path} is damaged: {error}") from None

@@ -99,10 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _address(wanted: str | None) -> str:
+def _address(named: str | None) -> str:
     from gkd.cluster.session import local
 
-    address = wanted or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
+    address = named or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
     if not address:
         raise ConfigError(
             "no --address, and launch/ray_cluster.sh started no head here: --address http://HOST:8265 names the "
@@ -158,12 +158,12 @@ def _output(config: Config, name: str) -> Path:
 
 def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
     from gkd.cli.launch.package import pack
-    from gkd.cli.launch.paths import settle
+    from gkd.cli.launch.paths import resolve_paths
 
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "working_dir.zip"
-        commands = [["-m", "gkd.main", *run.overrides, *settle(run.config, here, run.output)] for run in runs]
+        commands = [["-m", "gkd.main", *run.overrides, *resolve_paths(run.config, here, run.output)] for run in runs]
         n_files, left_out = pack(here, package)
         without = f", without {', '.join(left_out)}" if left_out else ""
         print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
@@ -230,7 +230,7 @@ def _stop(jobs: Jobs, name: str) -> int:
         return 0
     print(f"stopping {name}, which may write a last checkpoint", file=sys.stderr)
     job = jobs.stop(name)
-    print(f"stopped {name}" if job.status == "STOPPED" else f"{name} ended before it was told: {_line(job)}")
+    print(f"stopped {name}" if job.status == "STOPPED" else f"{name} ended before it was stopped: {_line(job)}")
     return 0
 
 

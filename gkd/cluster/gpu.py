@@ -123,48 +123,48 @@ def smallest_memory(uuids: list[str]) -> int | None:
         return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in devices)
 
 
-def tokens(value: str | None) -> list[str] | None:
+def parse_visible_devices(value: str | None) -> list[str] | None:
     """Return entries of a CUDA_VISIBLE_DEVICES value; None when it is not set, which means every device."""
     if value is None:
         return None
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
-def uuid_of(token: str, uuids: list[str]) -> str | None:
+def uuid_of(entry: str, uuids: list[str]) -> str | None:
     """Return UUID of the device that a CUDA_VISIBLE_DEVICES entry names, or None when there is no such device."""
-    if token.isdigit():
-        return uuids[int(token)] if int(token) < len(uuids) else None
-    if token.startswith("MIG-"):
-        return token  # a slice's name is its UUID already
-    matches = [uuid for uuid in uuids if uuid.startswith(token)]  # CUDA takes an unambiguous prefix
+    if entry.isdigit():
+        return uuids[int(entry)] if int(entry) < len(uuids) else None
+    if entry.startswith("MIG-"):
+        return entry  # a slice's name is its UUID already
+    matches = [uuid for uuid in uuids if uuid.startswith(entry)]  # CUDA takes an unambiguous prefix
     return matches[0] if len(matches) == 1 else None
 
 
-def index_of(token: str, uuids: list[str]) -> int | None:
+def index_of(entry: str, uuids: list[str]) -> int | None:
     """Return the number users call a device by: its CUDA_VISIBLE_DEVICES entry, or PCI order when that is a UUID."""
-    if token.isdigit():
-        return int(token)
-    uuid = uuid_of(token, uuids)
+    if entry.isdigit():
+        return int(entry)
+    uuid = uuid_of(entry, uuids)
     return uuids.index(uuid) if uuid in uuids else None
 
 
-def real_tokens(visible: str | None, uuids: list[str]) -> list[str]:
+def usable_devices(visible: str | None, uuids: list[str]) -> list[str]:
     """Return devices that a process with this CUDA_VISIBLE_DEVICES may use: as for CUDA, up to an invalid entry."""
-    entries = tokens(visible)
+    entries = parse_visible_devices(visible)
     if entries is None:
         return [str(i) for i in range(len(uuids))]
     valid: list[str] = []
-    for token in entries:
-        if uuid_of(token, uuids) is None:
+    for entry in entries:
+        if uuid_of(entry, uuids) is None:
             break
-        valid.append(token)
+        valid.append(entry)
     return valid if uuids else []
 
 
 def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:
     """Return indices of the ``n_gpus`` GPUs that Ray hands out where its raylet has this CUDA_VISIBLE_DEVICES."""
-    entries = (tokens(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
-    numbers = [index_of(token, uuids) for token in entries]
+    entries = (parse_visible_devices(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
+    numbers = [index_of(entry, uuids) for entry in entries]
     return [position if number is None else number for position, number in enumerate(numbers)]
 
 
@@ -190,12 +190,12 @@ def visible_devices(visible: str, node_id: str) -> Devices:
 
     An entry that names no device counts for nothing, so that it shows as a fault later.
     """
-    entries = tokens(visible) or []
+    entries = parse_visible_devices(visible) or []
     uuids = [] if os.environ.get(SIMULATED) == "1" else nvml_uuids()
     if not uuids:  # no GPU on this machine: Ray's numbers are all there is
-        indices = [int(token) if token.isdigit() else position for position, token in enumerate(entries)]
-        return Devices(len(entries), [f"{STAND_IN}{node_id[:8]}-{token}" for token in entries], indices)
-    pairs = [(uuid_of(token, uuids), index_of(token, uuids)) for token in entries]
+        indices = [int(entry) if entry.isdigit() else position for position, entry in enumerate(entries)]
+        return Devices(len(entries), [f"{STAND_IN}{node_id[:8]}-{entry}" for entry in entries], indices)
+    pairs = [(uuid_of(entry, uuids), index_of(entry, uuids)) for entry in entries]
     return Devices(
         count=sum(uuid is not None for uuid, _ in pairs),
         uuids=[uuid for uuid, _ in pairs if uuid is not None],

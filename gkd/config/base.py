@@ -198,7 +198,7 @@ class Engine(Pool):
         None,
         ge=1,
         description="sequences one engine works on at the same time; null: in training on GPUs what its cache holds of "
-        "the samples that the schedule asks for, otherwise 128",
+        "the samples that the schedule has under way, otherwise 128",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compilation on a GPU; a CPU never has them")
 

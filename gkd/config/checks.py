@@ -15,7 +15,7 @@ def _own_models_and_data_go_together(config: Config) -> None:
     if config.algorithm.needs_teacher:
         present["teacher.model.path (or teacher.server_ip)"] = teacher
     elif teacher:
-        raise ValueError(f"a teacher is given, but algorithm.name={config.algorithm.name} asks none")
+        raise ValueError(f"a teacher is given, but algorithm.name={config.algorithm.name} uses none")
     present |= {"data.train_files": bool(config.data.train_files), "data.val_files": bool(config.data.val_files)}
     if config.data.task is not None and not config.uses_task:
         raise ValueError(f"data.task={config.data.task} makes the models: name no other, or set data.task=null")
@@ -29,7 +29,7 @@ def _a_reference_is_used(config: Config) -> None:
     if config.reference.model.path is None or config.has_reference_group:
         return
     why = (
-        "algorithm.kl.coef=0 asks none"
+        "algorithm.kl.coef=0 uses none"
         if not config.algorithm.needs_reference
         else "with actor.lora.r it is the student"
     )
@@ -53,7 +53,7 @@ def _a_chat_template_is_for_a_teacher(config: Config) -> None:
     if config.teacher.chat_template is not None and not config.algorithm.needs_teacher:
         raise ValueError(
             f"teacher.chat_template={config.teacher.chat_template} is given, but algorithm.name="
-            f"{config.algorithm.name} asks no teacher"
+            f"{config.algorithm.name} uses no teacher"
         )
 
 
@@ -122,7 +122,7 @@ def _the_shards_can_be_sent(config: Config) -> None:
         )
     if weights.checksum:
         raise ValueError(
-            f"weights.checksum=true: weights.transfer={weights.transfer} has no pieces that could be compared; "
+            f"weights.checksum=true: weights.transfer={weights.transfer} has no buckets that could be compared; "
             "weights.checksum=false, or weights.transfer=auto, would do"
         )
 
@@ -241,7 +241,9 @@ def _questions_are_named(config: Config) -> None:
     if twice := sorted(config.models.keys() & config.evaluate.endpoints.keys()):
         raise ValueError(f"models.{twice[0]} and evaluate.endpoints.{twice[0]} have one name")
     if not config.evaluate.sets:
-        raise ValueError("there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME.files)")
+        raise ValueError(
+            "there is nothing to measure: name a set of questions (+sets=NAME or evaluate.sets.NAME.files)"
+        )
 
 
 def require_schedule(config: Config) -> None:

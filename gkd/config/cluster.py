@@ -42,9 +42,9 @@ class Weights(OpenSettings):
     )
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
     checksum: bool = Field(
-        False, description="verify every piece: SHA-256 in the object store, sums of its words by ipc and nccl"
+        False, description="verify every bucket: SHA-256 in the object store, sums of its words by ipc and nccl"
     )
-    bucket_mb: int = Field(512, ge=1, description="weights travel in pieces of this size")
+    bucket_mb: int = Field(512, ge=1, description="weights travel in buckets of this size")
     adapter_only: bool = Field(
         False,
         description="with actor.lora.r: the adapter alone is sent, some megabytes, and vLLM applies it beside the "
@@ -69,11 +69,11 @@ class Cluster(Settings):
         "a private one; local: a private one"
     )  # fmt: skip
     simulate_gpus: int | Literal["auto"] | None = Field(
-        None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout asks, "
+        None, description="logical GPUs Ray hands out on a machine that has none; auto: as many as the layout needs, "
         f"at most {MAX_AUTO_SIMULATED_GPUS}, where no GPU is found"
     )  # fmt: skip
     share_gpus: bool = Field(
-        False, description="where there are fewer GPUs than groups, and no pool says which or how many it has, groups "
+        False, description="where there are fewer GPUs than groups, and no pool sets which or how many it has, groups "
         "are colocated as in placement=single_gpu, 2gpu, 3gpu or 4gpu; placement=auto sets it"
     )  # fmt: skip
     cpu_threads: int | None = Field(

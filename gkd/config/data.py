@@ -74,7 +74,7 @@ class Data(OpenSections):
         description="share of each of train_files in the training prompts, as weights (OpenRLHF's prompt_data_probs); "
         "null: all prompts equally often",
     )
-    teacher_key: str | None = Field(None, description="column that says which of teacher.models a prompt is for")
+    teacher_key: str | None = Field(None, description="column that names which of teacher.models a prompt is for")
     max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
     val_sets: dict[str, EvalSet] = Field(
         {}, description="further sets to validate on, by name, each with its own interval and sampling: val/NAME/*"

@@ -16,8 +16,8 @@ STRATEGIES = Registry(
     "evaluate.strategies",
     {
         "plain": "gkd.evaluation.strategies:plain",
-        "adaptive": "gkd.evaluation.looking:Adaptive",
-        "fixed_k": "gkd.evaluation.looking:FixedK",
+        "adaptive": "gkd.evaluation.retrieval:AdaptiveRetrieval",
+        "fixed_k": "gkd.evaluation.retrieval:FixedRetrieval",
         "self_consistency": "gkd.evaluation.self_consistency:SelfConsistency",
     },
 )
@@ -56,7 +56,7 @@ class Evaluate(OpenSections):
     )
     mode: Literal["auto", "single", "data_parallel", "sharded"] = Field(
         "auto",
-        description="GPUs that answer: auto: all, with the fewest for one engine that the plan says it fits on; "
+        description="GPUs that answer: auto: all, with the fewest for one engine that by the plan it fits on; "
         "single: one engine of rollout.tensor_parallel_size GPUs; data_parallel: as many such engines as there is room "
         "for; sharded: one engine over all GPUs of a node",
     )
@@ -74,16 +74,18 @@ class Evaluate(OpenSections):
             strategy = STRATEGIES.load(name)
             if not callable(strategy):
                 raise ValueError(f"strategies: {name} is no function and no class")
-            if not _takes_ask_and_row(strategy):
-                raise ValueError(f"strategies: {name} is no strategy: async, and called with ask and row, it has to be")
-        if scheduled := [name for name, eval_set in self.sets.items() if eval_set.every is not None]:
-            raise ValueError(f"sets.{scheduled[0]}.every is for data.val_sets, in training")
+            if not _is_strategy(strategy):
+                raise ValueError(
+                    f"strategies: {name} is no strategy: async, and called with generate and row, it has to be"
+                )
+        if scheduled := [name for name, eval_set in self.sets.items() if eval_set.val_every is not None]:
+            raise ValueError(f"sets.{scheduled[0]}.val_every is for data.val_sets, in training")
         if not self.output_dir.strip():
             raise ValueError("output_dir is empty: name a directory")
         return self
 
 
-def _takes_ask_and_row(strategy: Any) -> bool:
+def _is_strategy(strategy: Any) -> bool:
     """Return whether a function, or an object of a class, is awaited when it is called with two arguments."""
     is_class = isinstance(strategy, type)
     call = strategy.__call__ if is_class else strategy

@@ -109,7 +109,7 @@ class EngineSection(OpenSettings):
         return self
 
 
-class Served(Pool):
+class ScoringPool(Pool):
     """Models behind ZeroMQ servers that score what was sampled."""
 
     rates: ClassVar[bool] = False
@@ -120,7 +120,7 @@ class Served(Pool):
     heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
 
-class Scorer(Served, Engine, EngineSection):
+class Scorer(ScoringPool, Engine, EngineSection):
     """Engines that compute how likely every token of what was sampled is."""
 
     registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE)
@@ -135,7 +135,7 @@ class Scorer(Served, Engine, EngineSection):
     max_top_k: int = Field(
         32768,
         ge=1,
-        description="largest K a request may ask for; the full vocabulary counts too. gkd.teacher.serve on a GPU takes "
+        description="largest K a request may have; the full vocabulary counts too. gkd.teacher.serve on a GPU takes "
         "the fewer tokens a step the more this is",
     )
     max_model_len: int | None = Field(
@@ -223,7 +223,7 @@ class RewardModelModel(Settings):
     )
 
 
-class RewardModel(Served, EngineSection):
+class RewardModel(ScoringPool, EngineSection):
     """A model that rates responses: the reward ``reward_model``. One replica a GPU."""
 
     registry: ClassVar[Registry] = Registry(

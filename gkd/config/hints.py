@@ -43,8 +43,8 @@ def hint(key: str, known: Iterable[str]) -> str:
 
 def _key_prefix(name: str) -> str:
     """Return how a key has to begin that may mean ``name``: settings of sets and of evaluations do where one is."""
-    begins, of_sets, _ = name.partition("NAME.")
-    return begins if of_sets else "evaluate." if name.startswith("evaluate.") else ""
+    begins, is_of_sets, _ = name.partition("NAME.")
+    return begins if is_of_sets else "evaluate." if name.startswith("evaluate.") else ""
 
 
 def _endings(key: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from gkd.config.checks import require_together
 from gkd.config.doubts import rates
 from gkd.config.hints import hint
 from gkd.config.open import OWN, OpenSettings
-from gkd.config.rewards import rewards_of_sets
+from gkd.config.rewards import find_set_functions
 from gkd.config.run import Config
 from gkd.errors import ConfigError, one_line
 
@@ -83,7 +83,7 @@ def load(tree: Mapping[str, Any]) -> Config:
         if not is_text(text):
             raise ConfigError(f"{key}={text!r}: is no text that a file could hold")
     try:
-        config = Config.model_validate(_with_rewards_of_sets(tree))
+        config = Config.model_validate(_with_set_functions(tree))
         require_together(config)
     except ValidationError as error:
         raise _error(error) from None
@@ -94,12 +94,12 @@ def load(tree: Mapping[str, Any]) -> Config:
     return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rates(config).usual})})
 
 
-def _with_rewards_of_sets(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _with_set_functions(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tree whose section ``reward`` takes the settings of the rewards that sets name, too."""
     reward = tree.get("reward", {})
     if not isinstance(reward, Mapping):
         return dict(tree)
-    return {**tree, "reward": {**reward, "of_sets": rewards_of_sets(tree)}}
+    return {**tree, "reward": {**reward, "set_functions": find_set_functions(tree)}}
 
 
 def _error(error: ValidationError) -> ConfigError:

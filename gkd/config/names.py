@@ -311,6 +311,11 @@ EARLIER: dict[str, str] = {
     "builtin.student_steps": "data.sort_digits.student_steps",
     "builtin.cache_dir": "data.cache_dir",
     "plan.card": "plan.gpu_type",
+    "reward.length.wanted": "reward.length.target_length",
+    "reward.reasoning_steps.wanted": "reward.reasoning_steps.n_steps",
+    "reward.cosine.right": "reward.cosine.correct",
+    "every": "trainer.val_every; in the section of a set val_every",
+    "samples": "rollout.n; in the section of a set n",
 }
 """Names that settings had in earlier versions."""
 

@@ -40,7 +40,7 @@ class OpenSettings(Settings):
         for own, classes in meanings.items():
             yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
 
-    def own_settings(self, section: str = "") -> Any:
+    def class_settings(self, section: str = "") -> Any:
         """Return the settings of the class that is named, as its ``Config``."""
         kind = settings_class(self.owners()[section])
         return None if kind is None else kind.model_validate(self._select_values(section))
@@ -52,7 +52,7 @@ class OpenSettings(Settings):
 
     def build(self, *arguments: Any) -> Any:
         """Make one of the class that is named, from its settings and then ``arguments``."""
-        return self.selected_class(self.own_settings(), *arguments)
+        return self.selected_class(self.class_settings(), *arguments)
 
     def _select_values(self, section: str) -> dict[str, Any]:
         extra = self.model_extra or {}
@@ -94,7 +94,7 @@ class OpenSettings(Settings):
     @model_validator(mode="after")
     def _own_settings_are_complete(self) -> OpenSettings:
         """Add defaults of settings that stand beside the class' name, so that what is written of a run holds them."""
-        if "" in self.owners() and self.model_extra is not None and (own := self.own_settings()) is not None:
+        if "" in self.owners() and self.model_extra is not None and (own := self.class_settings()) is not None:
             self.model_extra.update(own.model_dump(mode="json"))
         return self
 

@@ -76,7 +76,7 @@ class Reward(OpenSections):
         description=f"any of {', '.join(REWARDS.names())}, or your own as package.module:name or FILE.py:name (TRL's "
         "reward_funcs, verl's custom_reward_function); the settings of each are in reward.NAME",
     )
-    of_sets: list[str] = Field(
+    set_functions: list[str] = Field(
         [],
         description="filled in: rewards of evaluate.sets and data.val_sets, whose settings are in reward.NAME as well",
     )
@@ -120,13 +120,13 @@ class Reward(OpenSections):
 
     def selected_names(self) -> list[str]:
         """Return every function that has its settings here."""
-        return list(dict.fromkeys([*self.functions, *self.of_sets]))
+        return list(dict.fromkeys([*self.functions, *self.set_functions]))
 
     def with_functions(self, functions: list[str]) -> dict[str, Any]:
         """Return the section with other functions, and the settings of these alone."""
         names = {*type(self).model_fields, *REWARDS.names(), *map(shorten_name, functions)}
         section = {name: value for name, value in self.model_dump().items() if name in names}
-        return {**section, "functions": functions, "weights": None, "of_sets": []}
+        return {**section, "functions": functions, "weights": None, "set_functions": []}
 
     def weight_of(self) -> dict[str, float]:
         """Return weight of every function."""
@@ -166,7 +166,7 @@ class Reward(OpenSections):
         return [name for name in self.functions if self._group_of[name] == group]
 
 
-def rewards_of_sets(tree: Mapping[str, Any]) -> list[str]:
+def find_set_functions(tree: Mapping[str, Any]) -> list[str]:
     """Return the rewards that sets of a composed tree name. Raises ConfigError for one that cannot be imported."""
     names: list[str] = []
     for section, key in (("evaluate", "sets"), ("data", "val_sets")):

@@ -18,7 +18,7 @@ def required_top_k(config: Config, vocab_size: int) -> int:
     if k > config.teacher.max_top_k:
         setting = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
         raise ConfigError(
-            f"{setting} asks the teacher for {k:,} log-probabilities a position, more than "
+            f"{setting} needs {k:,} of the teacher's log-probabilities a position, more than "
             f"teacher.max_top_k={config.teacher.max_top_k:,}"
         )
     return k
@@ -32,7 +32,7 @@ def top_k_for_validation(config: Config, vocab_size: int) -> int:
     k = min(config.data.val_top_k, vocab_size)
     if k > config.teacher.max_top_k:
         raise ConfigError(
-            f"data.val_top_k={config.data.val_top_k} asks the teacher for {k:,} log-probabilities a position, "
+            f"data.val_top_k={config.data.val_top_k} needs {k:,} of the teacher's log-probabilities a position, "
             f"more than teacher.max_top_k={config.teacher.max_top_k:,}"
         )
     return k

@@ -53,12 +53,12 @@ def render(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenizer:
 def require_template(tokenizer: Any, data: Data) -> None:
     """Raise ConfigError for settings of a chat template that the tokenizer's does not have."""
     template = chat_template_of(tokenizer)
-    wanted = {
+    settings = {
         "data.system_prompt": data.system_prompt is not None,
         "data.apply_chat_template=true": bool(data.apply_chat_template),
         "data.chat_template_kwargs": bool(data.chat_template_kwargs),
     }
-    for setting in (setting for setting, given in wanted.items() if given):
+    for setting in (setting for setting, is_set in settings.items() if is_set):
         if template is None:
             raise ConfigError(f"{setting}: the tokenizer of {tokenizer.name_or_path} has no chat template")
     for name in data.chat_template_kwargs:

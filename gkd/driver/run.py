@@ -18,7 +18,7 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, pl
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
-from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, State
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
 from gkd.driver.checkpoints.resume import cut
 from gkd.driver.checkpoints.saving import Checkpoints
@@ -94,7 +94,7 @@ def _drive(
     config = with_transfer(_with_offload(config, placement), placement.groups)
     _write(config, output)  # once more, with what the placement decided
     out.print(step_text(config), soft_wrap=True)
-    _comment(config, placement)
+    _log_doubts(config, placement)
     with (
         Progress(out, config.trainer.total_steps) as progress,
         Trackers(config, output, _first_step(saved)) as trackers,
@@ -159,7 +159,7 @@ def _first_step(saved: SavedCheckpoint | None) -> int:
 
 def _train_and_save(
     config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint | None, model: Path
-) -> tuple[State, State]:
+) -> tuple[RunState, RunState]:
     """Train, from a checkpoint where there is one, and write the student to ``model``.
 
     Returns where it began and where it ended.
@@ -197,7 +197,7 @@ def step_text(config: Config) -> str:
     return "; ".join(parts)
 
 
-def _comment(config: Config, placement: Placement) -> None:
+def _log_doubts(config: Config, placement: Placement) -> None:
     """Log what was decided about importance weights, and warn of a learning rate that cannot work."""
     device = placement.groups["actor"].reports[0].device
     decided = config.algorithm_on(device).importance_sampling.level
@@ -213,7 +213,7 @@ def _comment(config: Config, placement: Placement) -> None:
         log.warning(doubt)
 
 
-def _validate_before(parts: Parts, log: RunLog) -> State:
+def _validate_before(parts: Parts, log: RunLog) -> RunState:
     """Validate the student as it comes."""
     log.progress.show_status("validating")
     before, teacher = keep_finite(parts.validation.run()), keep_finite(parts.validation.teacher())
@@ -222,16 +222,16 @@ def _validate_before(parts: Parts, log: RunLog) -> State:
         log.best.require(before)
     if log.stop is not None:
         log.stop.require(before)
-        log.stop.look(0, before)
+        log.stop.update(0, before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
     log.progress.print_line(
         f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
     )
-    return State(before=before, teacher=teacher)
+    return RunState(before=before, teacher=teacher)
 
 
-def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) -> State:
+def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) -> RunState:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
     log.progress.show_status(f"reading {saved.path}")
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)

@@ -22,8 +22,8 @@ from gkd.driver.loop.parts import Parts
 from gkd.driver.validation.held_out import Validation
 from gkd.driver.validation.val_sets import ValSets
 from gkd.inference.vllm_environment import require_device
+from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.group import RolloutGroup
-from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
 from gkd.weights.choice import choose
 
@@ -65,8 +65,10 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     for client in teachers.values():
         client.connect()
     rollout.control("pipeline.connect", clients, timeout_s=limit, activity="connecting to the models that score")
-    require, again = placement.session.require_control, own.start_again(clients, scorer_watch)
-    rollout_group = RolloutGroup(rollout, config, scorer_watch, colocation, followers, require, again, teachers)
+    require, restart_policy = placement.session.require_control, own.make_restart_policy(clients, scorer_watch)
+    rollout_group = RolloutGroup(
+        rollout, config, scorer_watch, colocation, followers, require, restart_policy, teachers
+    )
     if config.cluster.offload is True:
         colocation.actor, colocation.scorers = actor, [scorers]
         colocation.samplers = [rollout_group] if "rollout" in config.groups_on_actor_gpus() else []
@@ -77,7 +79,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     # first push, which had better not come after a whole step.
     if config.actor.lora.quantize or config.weights.transfer_class.shards:
         sync.push()
-    answers = OwnAnswers(inputs.model.eos_ids) if config.algorithm.is_supervised else None
+    answers = DatasetAnswers(inputs.model.eos_ids) if config.algorithm.is_supervised else None
     validation = Validation(config, inputs, rollout_group, actor, teachers, answers)
     val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)

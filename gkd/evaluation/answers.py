@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gkd.durable import hold, sum_of
+from gkd.durable import compute_checksum, hold
 from gkd.errors import ConfigError
 
 
@@ -109,6 +109,6 @@ def fingerprint(directory: str) -> str:
 
     files = sorted(p for p in Path(directory).iterdir() if p.suffix in (".safetensors", ".json", ".model", ".jinja"))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        sums = list(pool.map(sum_of, files))
+        sums = list(pool.map(compute_checksum, files))
     named = [[file.name, own.sha256] for file, own in zip(files, sums, strict=True)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gkd.cluster.gpu import VISIBLE, nvml_uuids, real_tokens
+from gkd.cluster.gpu import VISIBLE, nvml_uuids, usable_devices
 from gkd.config import Config, Rollout
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
@@ -24,7 +24,7 @@ def gpus_here(config: Config) -> int:
     simulated = config.cluster.simulate_gpus
     if isinstance(simulated, int):
         return simulated
-    real = len(real_tokens(os.environ.get(VISIBLE), nvml_uuids())) if installed_device() != "cpu" else 0
+    real = len(usable_devices(os.environ.get(VISIBLE), nvml_uuids())) if installed_device() != "cpu" else 0
     return max(1, real)
 
 

@@ -18,8 +18,8 @@ from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer
 from gkd.errors import ConfigError
+from gkd.evaluation.answering import AnswerJob
 from gkd.evaluation.answers import AnswerKey, AnswerLog, fingerprint
-from gkd.evaluation.asking import Job
 from gkd.evaluation.endpoint import LONGEST, Bytes, EndpointModel
 from gkd.evaluation.engines import LocalModel
 from gkd.evaluation.questions import Question, Questions, load_questions, sampling_of
@@ -51,12 +51,12 @@ class Measurement:
         return shorten_name(self.strategy)
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnswerJob]:
         """Every answer that is wanted, all first samples first: scores of all questions come early."""
-        samples = self.questions.settings.samples
-        return [Job(question, index) for index in range(samples) for question in self.questions.questions]
+        samples = self.questions.settings.n
+        return [AnswerJob(question, index) for index in range(samples) for question in self.questions.questions]
 
-    def key(self, job: Job, seed: int) -> AnswerKey:
+    def key(self, job: AnswerJob, seed: int) -> AnswerKey:
         """Return what the answer of a job depends on."""
         question = job.question
         return AnswerKey(
@@ -68,7 +68,7 @@ class Measurement:
             self.identity,
         )
 
-    def missing_jobs(self, log: AnswerLog, seed: int) -> list[Job]:
+    def missing_jobs(self, log: AnswerLog, seed: int) -> list[AnswerJob]:
         """Return the jobs whose answers are not in the log."""
         return [job for job in self.jobs if self.key(job, seed) not in log.answers]
 

@@ -67,13 +67,13 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
             judged = pool.submit_group([completions[place] for place in places])
             for place, rewards in zip(places, judged, strict=True):
                 futures[place] |= rewards
-        marks = []
+        scores = []
         for own, of_one in zip(rated, futures, strict=True):
             try:
-                marks.append({labels[name]: future.result()[0] for name, future in of_one.items()})
+                scores.append({labels[name]: future.result()[0] for name, future in of_one.items()})
             except RewardError as error:
                 raise RunFailed(f"rewards of question {own.question.prompt.id + 1}: {error}") from None
-        return marks
+        return scores
     finally:
         pool.close()
 

@@ -29,7 +29,7 @@ class FurtherWeights:
 
 
 def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weights, version: int) -> None:
-    """Have every engine load ``weights``, in pieces through the object store, and serve them as ``version``.
+    """Have every engine load ``weights``, in buckets through the object store, and serve them as ``version``.
 
     Versions rise. Raises RunFailed when that takes longer than ``weights.timeout_s`` or leaves no engine.
     """

@@ -18,8 +18,8 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
 from gkd.errors import ConfigError
+from gkd.evaluation.answering import JobAnswer, ReplySource, answer_all
 from gkd.evaluation.answers import AnswerLog, RecordedAnswer
-from gkd.evaluation.asking import JobAnswer, Source, answer_all
 from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, have_same_pool, with_engines
@@ -48,7 +48,7 @@ def evaluate(
     to_measure = measurements(config, quick, out.print, further)
     log = AnswerLog(output / "answers.jsonl")
     try:
-        _ask_missing(config, to_measure, log, out)
+        _generate_missing(config, to_measure, log, out)
         results = [_results(config, measurement, log) for measurement in to_measure]
     finally:
         log.close()
@@ -69,20 +69,20 @@ def _directory(path: str) -> Path:
     return output
 
 
-def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, out: Console) -> None:
+def _generate_missing(config: Config, measurements: Sequence[Measurement], log: AnswerLog, out: Console) -> None:
     seed = config.trainer.seed
-    missing = {m: jobs for m in range(len(wanted)) if (jobs := wanted[m].missing_jobs(log, seed))}
-    n_jobs = sum(len(own.jobs) for own in wanted)
+    missing = {m: jobs for m in range(len(measurements)) if (jobs := measurements[m].missing_jobs(log, seed))}
+    n_jobs = sum(len(own.jobs) for own in measurements)
     n_missing = sum(map(len, missing.values()))
     if n_missing < n_jobs:
         out.print(f"{n_jobs - n_missing:,} of {n_jobs:,} answers are there already ({log.path})")
     for m in list(missing):
-        if isinstance(endpoint := wanted[m].model, EndpointModel):
-            _ask(config, EndpointReplies(endpoint), wanted[m], log, out)
+        if isinstance(endpoint := measurements[m].model, EndpointModel):
+            _ask(config, EndpointReplies(endpoint), measurements[m], log, out)
             del missing[m]
     if not missing:
         return
-    local = {m: wanted[m].model for m in missing}
+    local = {m: measurements[m].model for m in missing}
     models = [(model.name, model.path) for model, _ in groupby(local.values())]
     on_gpus = not isinstance(config.cluster.simulate_gpus, int) and installed_device() != "cpu"
     here = [with_engines(config, [gpus_here(config)], model, on_gpus) for model in models]
@@ -92,9 +92,9 @@ def _ask_missing(config: Config, wanted: Sequence[Measurement], log: AnswerLog, 
             free = [min(len(node.gpus), node.free_gpus) for node in read_nodes()]
             here = [with_engines(config, free, model, on_gpus) for model in models]
         engines = _Engines(session, out)
-        for (model, indices), own in zip(groupby(missing, key=lambda m: wanted[m].model), here, strict=True):
+        for (model, indices), own in zip(groupby(missing, key=lambda m: measurements[m].model), here, strict=True):
             assert isinstance(model, LocalModel)
-            todo = [wanted[m] for m in indices]
+            todo = [measurements[m] for m in indices]
             length = max(planned.sampling.max_tokens for planned in todo) + config.data.max_prompt_length
             source = engines.load(own, model, min(length, model.info.positions or length))
             for measurement in todo:
@@ -172,7 +172,7 @@ class _Lines:
         self.out.print(f"{self.title}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
 
 
-def _ask(config: Config, source: Source, measurement: Measurement, log: AnswerLog, out: Console) -> None:
+def _ask(config: Config, source: ReplySource, measurement: Measurement, log: AnswerLog, out: Console) -> None:
     seed = config.trainer.seed
     jobs = measurement.missing_jobs(log, seed)
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
@@ -213,7 +213,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         model=measurement.model.name,
         set=questions.name,
         n=len(questions.questions),
-        samples=settings.samples,
+        samples=settings.n,
         scores=means(list(values.values())),
         questions=values,
         strategy=measurement.label,

@@ -9,7 +9,7 @@ from pydantic import Field
 from gkd.config.base import Settings
 from gkd.evaluation.scores import final_answer
 from gkd.evaluation.statistics import majority
-from gkd.evaluation.strategies import Answer, Ask, Columns
+from gkd.evaluation.strategies import Answer, Columns, GenerateFn
 from gkd.rewards.comparison import is_same_answer
 
 
@@ -25,9 +25,9 @@ class SelfConsistency:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    async def __call__(self, ask: Ask, row: Columns) -> Answer:
+    async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; its samples are drawn beside each other."""
-        pending = [ask(temperature=self.config.temperature) for _ in range(self.config.k)]
+        pending = [generate(temperature=self.config.temperature) for _ in range(self.config.k)]
         replies = await asyncio.gather(*pending)
         chosen = majority([final_answer(reply.text) for reply in replies], is_same_answer)
         text = replies[chosen[0] if chosen else 0].text

@@ -1,9 +1,9 @@
 """Strategies: how a question is answered with a model that may be asked several times.
 
-A strategy is ``async (ask, row) -> Answer``. ``await ask()`` puts the question as its set has it, and
-``await ask(prompt)`` a text or messages of the strategy's own; each returns a :class:`Reply`. ``row`` is the question's
-row of the data file, by column. Questions are worked on beside each other, so a strategy only ever waits for its own
-replies.
+A strategy is ``async (generate, row) -> Answer``. ``await generate()`` puts the question as its set has it, and
+``await generate(prompt)`` a text or messages of the strategy's own; each returns a :class:`Reply`. ``row`` is the
+question's row of the data file, by column. Questions are worked on beside each other, so a strategy only ever waits for
+its own replies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer:
     iterations: int = 1
 
 
-class Ask(Protocol):
+class GenerateFn(Protocol):
     """Puts a prompt to the model and waits for its reply.
 
     A text is put as the set puts its questions: as it is, or in place of the last message.
@@ -59,7 +59,7 @@ class Ask(Protocol):
         """Return the reply; None for a prompt is the question, for a setting that of the set."""
 
 
-async def plain(ask: Ask, row: Columns) -> Answer:
+async def plain(generate: GenerateFn, row: Columns) -> Answer:
     """Ask once and take the answer."""
-    reply = await ask()
+    reply = await generate()
     return Answer(reply.text, reply.n_tokens)

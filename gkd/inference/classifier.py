@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from gkd.inference.engine import EngineSpec, ModuleEngine
-from gkd.inference.requests import Limits, Rate
+from gkd.inference.requests import Limits, RateRequest
 from gkd.types import Int32
 
 
-class Classifier(ModuleEngine[Rate, float]):
+class Classifier(ModuleEngine[RateRequest, float]):
     """Answers requests to rate, ``settings.max_num_seqs`` at a time."""
 
     can_rate = True
@@ -35,9 +35,9 @@ class Classifier(ModuleEngine[Rate, float]):
             capacity=spec.settings.max_num_seqs,
             rates=True,
         )
-        self._waiting: deque[tuple[int, Rate]] = deque()
+        self._waiting: deque[tuple[int, RateRequest]] = deque()
 
-    def add(self, key: int, request: Rate) -> None:
+    def add(self, key: int, request: RateRequest) -> None:
         """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 

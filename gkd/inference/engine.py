@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from gkd.errors import ConfigError
-from gkd.inference.requests import Limits, Refused
+from gkd.inference.requests import Limits, RequestRejected
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gkd.config import Config, Lora, Weights
     from gkd.data.model_info import ModelInfo
-    from gkd.weights.transfer import Piece
+    from gkd.weights.transfer import Bucket
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -31,7 +31,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class NodeSpan:
     """Where a part of an engine that spans nodes stands; the fields are arguments of vLLM's engines."""
 
     nnodes: int
@@ -47,7 +47,7 @@ class EngineSpec:
     ``name``: whose engine it is: ``rollout`` of one that samples, or which of the models that score, ``teacher``,
     ``teacher:NAME`` (one of several), ``reference``, ``reward_model``.
     ``model`` describes the model in ``model_path``. ``settings`` is the section of the engine's pool, and
-    ``settings.own_settings()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens,
+    ``settings.class_settings()`` the settings of the engine's class. ``max_length`` is the longest sequence in tokens,
     None for the model's own. ``rank`` is the engine's place in its group. ``sleeps``: the engine frees its memory at
     times. ``weights`` is the section of that name, None for an engine whose weights never change. ``span``: which part
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
@@ -67,7 +67,7 @@ class EngineSpec:
     seed: int = 0
     sleeps: bool = False
     weights: Weights | None = None
-    span: Span | None = None
+    span: NodeSpan | None = None
     max_num_batched_tokens: int | None = None
     keeps_cache: bool = False
     lora: Lora | None = None
@@ -112,9 +112,9 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Answers requests. One thread builds it and calls all methods.
 
     An engine that samples takes :class:`gkd.types.SampleRequest` and answers with :class:`gkd.types.Sample`. An engine
-    that scores takes ``Score`` and ``Generate`` of :mod:`gkd.inference.requests`; one that rates takes ``Rate``; both
-    state their ``limits``, and are given only what ``limits.check`` passes. A nested pydantic model ``Config`` holds
-    settings of the class' own.
+    that scores takes ``ScoreRequest`` and ``GenerateRequest`` of :mod:`gkd.inference.requests`; one that rates takes
+    ``RateRequest``; both state their ``limits``, and are given only what ``limits.check`` passes. A nested pydantic
+    model ``Config`` holds settings of the class' own.
     """
 
     can_sample: ClassVar[bool] = False
@@ -181,7 +181,7 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
         """Return whether requests are unfinished."""
 
     @abstractmethod
-    def step(self) -> Iterable[tuple[int, AnswerT | Refused]]:
+    def step(self) -> Iterable[tuple[int, AnswerT | RequestRejected]]:
         """Work for a moment; return keys and answers of requests that it finished, or could not take on after all."""
 
     def has_lost_process(self) -> bool:
@@ -199,17 +199,17 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
         """Allocate the memory again; ``weights_only``: as far as new weights need."""
 
     def pause(self) -> None:
-        """Compute nothing more, with requests unfinished, until the last piece of new weights is loaded."""
+        """Compute nothing more, with requests unfinished, until the last bucket of new weights is loaded."""
         raise NotImplementedError(f"{type(self).__name__} takes weights only while it is idle")
 
-    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        """Load the next piece of new weights while idle or paused; with the last one the engine serves them.
+    def load_weights(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+        """Load the next bucket of new weights while idle or paused; with the last one the engine serves them.
 
-        ``tensors`` are those of ``piece``, on the host, under the names of the model's files.
+        ``tensors`` are those of ``bucket``, on the host, under the names of the model's files.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no weights")
 
-    def receive_weights(self, piece: Piece) -> None:
+    def receive_weights(self, bucket: Bucket) -> None:
         """Do as :meth:`load_weights`, with tensors that each of the engine's processes receives on its own GPU."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights from GPUs")
 

@@ -18,7 +18,7 @@ from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gkd.weights.transfer import Piece
+    from gkd.weights.transfer import Bucket
 
 
 class _Draw:
@@ -211,30 +211,30 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
             "stop" if stopped or end >= 0 else "length",
         )
 
-    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        """Collect the pieces of the weights, and with the last one copy them into the model.
+    def load_weights(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+        """Collect the buckets of the weights, and with the last one copy them into the model.
 
         Raises RuntimeError unless they fit. transformers reads them as it would read the files, so that what it
         converts while loading is converted; where that was nothing, later ones are copied.
         """
         import torch
 
-        if piece.number == 0:
+        if bucket.number == 0:
             self._incoming: dict[str, Tensor] = {}
         self._incoming |= tensors
-        if not piece.last:
+        if not bucket.last:
             return
         state, self._incoming = self._incoming, {}
         own = self.model.state_dict()
         if not (self._as_in_files and _covers(state, own)):
-            self.model.load_state_dict(self._convert(piece, state))
+            self.model.load_state_dict(self._convert(bucket, state))
             self._as_in_files = _covers(state, own) and all(torch.equal(own[n], t.to(own[n])) for n, t in state.items())
             return
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
 
-    def _convert(self, piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _convert(self, bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as transformers reads them from files with ``state``. Raises RuntimeError unless they fit."""
         with _silence():
             loaded, report = type(self.model).from_pretrained(
@@ -243,7 +243,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         for problem in ("unexpected", "missing", "mismatched"):
             if names := sorted(map(str, report[f"{problem}_keys"])):
                 raise RuntimeError(
-                    f"weights version {piece.version}: {names[0]} is {problem} ({len(names)} tensors in all)"
+                    f"weights version {bucket.version}: {names[0]} is {problem} ({len(names)} tensors in all)"
                 )
         converted: dict[str, Tensor] = loaded.state_dict()
         return converted

@@ -26,7 +26,7 @@ class ScorerUnavailable(RunFailed):
     """No replica of a scorer answered a request in the time and the number of attempts it had."""
 
 
-class ScorerRefused(RunFailed):
+class ScorerRejected(RunFailed):
     """A ``scorer``, by name, cannot answer a request, whichever replica it goes to; ``code`` states why."""
 
     def __init__(self, code: Code, message: str, scorer: str = "teacher") -> None:
@@ -34,10 +34,10 @@ class ScorerRefused(RunFailed):
         self.code, self.message, self.scorer = code, message, scorer
 
     def __str__(self) -> str:
-        return f"the {self.scorer} refused a sample ({self.code}): {self.message}"
+        return f"the {self.scorer} rejected a sample ({self.code}): {self.message}"
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """On the server's side: a request that is answered with an error."""
 
     def __init__(self, code: Code, message: str) -> None:
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreRequest:
     """Request the log-probabilities of the tokens of ``token_ids`` [L] at the N positions in ``spans``.
 
     Each is that of the token at its position, after all before it. ``top_k``: how many of the most likely tokens at
@@ -76,7 +76,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class GenerateRequest:
     """Request the greedy continuation of ``prompt_ids`` [P]: at most ``max_tokens``, its end token included."""
 
     prompt_ids: Int32
@@ -84,15 +84,15 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class RateRequest:
     """Request a reward model's reward of ``token_ids`` [L]: a prompt with its response, in that model's tokens."""
 
     token_ids: Int32
 
 
-Request: TypeAlias = Score | Generate | Rate
+Request: TypeAlias = ScoreRequest | GenerateRequest | RateRequest
 Answer: TypeAlias = Target | Int32 | float
-"""To a Score, a Generate, a Rate."""
+"""To a ScoreRequest, a GenerateRequest, a RateRequest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Limits:
 
     ``scorer`` names it, as in :class:`gkd.inference.engine.EngineSpec`; ``model`` is what it loaded.
     ``capacity`` is the number of requests it works on at the same time. ``rates``: a reward model, which answers
-    :class:`Rate` and nothing else.
+    :class:`RateRequest` and nothing else.
     """
 
     scorer: str
@@ -112,49 +112,49 @@ class Limits:
     capacity: int
     rates: bool = False
 
-    def width(self, request: Score) -> int:
+    def width(self, request: ScoreRequest) -> int:
         """Return K of the reply."""
         return min(request.top_k, self.rows(request))
 
-    def rows(self, request: Score) -> int:
+    def rows(self, request: ScoreRequest) -> int:
         """Return tokens that ``request`` leaves possible."""
         return min(self.vocabulary, request.vocabulary or self.vocabulary)
 
     def check(self, request: Request) -> None:
-        """Raise :class:`Refused` unless this engine can answer ``request``."""
-        if isinstance(request, Rate) != self.rates:
-            raise Refused("bad_request", f"{self.model} is {'a' if self.rates else 'no'} reward model")
-        if isinstance(request, Score):
+        """Raise :class:`RequestRejected` unless this engine can answer ``request``."""
+        if isinstance(request, RateRequest) != self.rates:
+            raise RequestRejected("bad_request", f"{self.model} is {'a' if self.rates else 'no'} reward model")
+        if isinstance(request, ScoreRequest):
             self._check_score(request)
             return
-        if isinstance(request, Rate):
+        if isinstance(request, RateRequest):
             if not len(request.token_ids):
-                raise Refused("bad_request", "there is nothing to rate")
+                raise RequestRejected("bad_request", "there is nothing to rate")
             self._check_length(len(request.token_ids), "prompt and response have")
             self._check_ids(request.token_ids, self.vocabulary)
             return
         if not len(request.prompt_ids):
-            raise Refused("bad_request", "the prompt is empty")
+            raise RequestRejected("bad_request", "the prompt is empty")
         self._check_length(len(request.prompt_ids) + request.max_tokens, "prompt and wanted response have")
         self._check_ids(request.prompt_ids, self.vocabulary)
 
-    def _check_score(self, request: Score) -> None:
+    def _check_score(self, request: ScoreRequest) -> None:
         self._check_spans(request.spans, len(request.token_ids))
         self._check_length(len(request.token_ids), "prompt and response have")
         if (k := self.width(request)) > self.max_top_k:
             setting = f"{self.scorer.partition(':')[0]}.max_top_k"
-            raise Refused("k_too_large", f"K={k}, and this model gives at most {self.max_top_k} ({setting})")
+            raise RequestRejected("k_too_large", f"K={k}, and this model gives at most {self.max_top_k} ({setting})")
         self._check_ids(request.token_ids, self.rows(request))
 
     @staticmethod
     def _check_spans(spans: Spans, length: int) -> None:
         if not spans:
-            raise Refused("bad_request", "no position is to be scored")
+            raise RequestRejected("bad_request", "no position is to be scored")
         end = 0
         for start, stop in spans:
             # The first token has nothing before it that predicts it; spans that touch would be one.
             if not end < start < stop <= length:
-                raise Refused(
+                raise RequestRejected(
                     "bad_request",
                     f"positions {start} to {stop} of {length} tokens after {end}: spans have at least one position, "
                     "begin after the first token, and stand in order and apart",
@@ -163,11 +163,11 @@ class Limits:
 
     def _check_length(self, length: int, what: str) -> None:
         if length > self.max_length:
-            raise Refused("too_long", f"{what} {length} tokens, and this model takes at most {self.max_length}")
+            raise RequestRejected("too_long", f"{what} {length} tokens, and this model takes at most {self.max_length}")
 
     @staticmethod
     def _check_ids(ids: Int32, rows: int) -> None:
         outside = (ids < 0) | (ids >= rows)
         if outside.any():
             at = int(np.argmax(outside))
-            raise Refused("out_of_vocabulary", f"token {ids[at]} at position {at}: the vocabulary has {rows}")
+            raise RequestRejected("out_of_vocabulary", f"token {ids[at]} at position {at}: the vocabulary has {rows}")

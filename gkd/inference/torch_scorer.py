@@ -16,7 +16,7 @@ import numpy as np
 
 from gkd.errors import ConfigError, RunFailed, one_line
 from gkd.inference.engine import EngineSpec, ModuleEngine
-from gkd.inference.requests import Generate, Limits, Refused, Score
+from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.types import Int32, Target
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ PADDED_TO = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class _RequestRows:
     """A request's share of a pass: its positions from ``start`` to ``stop`` in ``rows``."""
 
     key: int
-    request: Score
+    request: ScoreRequest
     rows: ScoredRows
     start: int
     stop: int
@@ -59,7 +59,7 @@ class _Scored:
 class _Pass:
     """A forward pass that a device was given; ``done``: when it has got so far, None where it has already."""
 
-    scored: Sequence[_Scored] = ()
+    scored: Sequence[_RequestRows] = ()
     done: torch.cuda.Event | None = None
 
     def answers(self) -> Iterator[tuple[int, Target]]:
@@ -70,7 +70,7 @@ class _Pass:
             yield scored.key, scored.target()
 
 
-class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
+class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
     """Scores and continues token sequences on one GPU or the CPU; what waits is scored in one forward pass.
 
     Requests of any temperature, vocabulary and K share a pass. On a GPU the next pass is given to the device before the
@@ -96,10 +96,10 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
             max_length=spec.settings.max_model_len or spec.model.positions or UNBOUNDED_LENGTH,
             capacity=spec.settings.max_num_seqs,
         )
-        self._waiting: deque[tuple[int, Score | Generate]] = deque()
+        self._waiting: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         self._overlaps, self._flying = spec.device == "cuda", _Pass()
 
-    def add(self, key: int, request: Score | Generate) -> None:
+    def add(self, key: int, request: ScoreRequest | GenerateRequest) -> None:
         """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
@@ -107,7 +107,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         """Return whether requests are unfinished."""
         return bool(self._waiting or self._flying.scored)
 
-    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+    def step(self) -> Iterator[tuple[int, Target | Int32 | RequestRejected]]:
         """Run one forward pass, or continue prompts; yields the keys and answers of requests that are finished."""
         begun = self._begin(self._next_scores())
         if self._overlaps:
@@ -116,13 +116,13 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         if prompts := self._next_prompts():
             yield from self._continue(prompts)
 
-    def _next_scores(self) -> list[tuple[int, Score]]:
+    def _next_scores(self) -> list[tuple[int, ScoreRequest]]:
         """Take the sequences of the next pass, the one that has waited longest first."""
-        chosen: list[tuple[int, Score]] = []
-        left: deque[tuple[int, Score | Generate]] = deque()
+        chosen: list[tuple[int, ScoreRequest]] = []
+        left: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         n_tokens = 0
         for key, request in self._waiting:
-            if isinstance(request, Score) and (not chosen or self._joins(request, chosen[0][1], n_tokens)):
+            if isinstance(request, ScoreRequest) and (not chosen or self._joins(request, chosen[0][1], n_tokens)):
                 chosen.append((key, request))
                 n_tokens += len(request.token_ids)
             else:
@@ -130,16 +130,16 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         self._waiting = left
         return chosen
 
-    def _joins(self, request: Score, first: Score, n_tokens: int) -> bool:
+    def _joins(self, request: ScoreRequest, first: ScoreRequest, n_tokens: int) -> bool:
         if n_tokens + len(request.token_ids) > self._n_tokens:
             return False
         return self.device == "cuda" or self._padded_length(request) == self._padded_length(first)
 
-    def _padded_length(self, request: Score) -> int:
+    def _padded_length(self, request: ScoreRequest) -> int:
         """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
         return min(-(-len(request.token_ids) // PADDED_TO) * PADDED_TO, self.limits.max_length)
 
-    def _begin(self, chosen: list[tuple[int, Score]]) -> _Pass:
+    def _begin(self, chosen: list[tuple[int, ScoreRequest]]) -> _Pass:
         """Give the device the forward pass of some sequences."""
         if not chosen:
             return _Pass()
@@ -153,7 +153,7 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
             done.record()
             return _Pass(scored, done)
 
-    def _score(self, chosen: list[tuple[int, Score]]) -> list[_Scored]:
+    def _score(self, chosen: list[tuple[int, ScoreRequest]]) -> list[_RequestRows]:
 
         from gkd.inference.scored_rows import RowShape, score_rows
         from gkd.modeling.backbone import hidden_states
@@ -174,14 +174,14 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
         for i, request in enumerate(requests):
             shape = RowShape(request.temperature, self.limits.rows(request), self.limits.width(request))
             by_shape.setdefault(shape, []).append(i)
-        scored: list[_Scored] = []
+        scored: list[_RequestRows] = []
         for shape, members in by_shape.items():
             places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
             at = self._to_device(np.concatenate(places))
             rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device])
             ends = np.cumsum([len(own) for own in places]).tolist()
             for i, own, end in zip(members, places, ends, strict=True):
-                scored.append(_Scored(*chosen[i], rows, end - len(own), end))
+                scored.append(_RequestRows(*chosen[i], rows, end - len(own), end))
         return scored
 
     def _to_device(self, array: Any) -> Tensor:
@@ -189,15 +189,15 @@ class TorchScorer(ModuleEngine[Score | Generate, Target | Int32]):
 
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def _next_prompts(self) -> list[tuple[int, Generate]]:
+    def _next_prompts(self) -> list[tuple[int, GenerateRequest]]:
         """Take the prompts that are continued together: all that wait once nothing is to be scored."""
-        prompts = [(key, request) for key, request in self._waiting if isinstance(request, Generate)]
+        prompts = [(key, request) for key, request in self._waiting if isinstance(request, GenerateRequest)]
         if not prompts or len(prompts) < len(self._waiting):
             return []
         self._waiting.clear()
         return prompts
 
-    def _continue(self, chosen: list[tuple[int, Generate]]) -> Iterator[tuple[int, Int32]]:
+    def _continue(self, chosen: list[tuple[int, GenerateRequest]]) -> Iterator[tuple[int, Int32]]:
         """Decode greedily, prompts padded on the left."""
         import torch
 

@@ -84,18 +84,18 @@ def allocate_by(variables: Mapping[str, str]) -> None:
             mallopt(number, int(variables[name]))
 
 
-def compute_threads(models: Iterable[str], wanted: int | None = None) -> int:
-    """Return threads for a process that has one of ``models``, directories: ``wanted``, or as many cores as are of use.
+def compute_threads(models: Iterable[str], n_threads: int | None = None) -> int:
+    """Return threads for a process with one of ``models``, directories: ``n_threads``, or as many cores as are of use.
 
     That is one for each :data:`BYTES_PER_THREAD` of the largest model's files, and at most all that this process may
     use.
     """
-    return threads_for(max(map(_weight_bytes, models), default=0), wanted)
+    return threads_for(max(map(_weight_bytes, models), default=0), n_threads)
 
 
-def threads_for(weight_bytes: float, wanted: int | None = None) -> int:
+def threads_for(weight_bytes: float, n_threads: int | None = None) -> int:
     """Return threads for a model with so many bytes of weights, as :func:`compute_threads`."""
-    return wanted or max(1, min(len(os.sched_getaffinity(0)), math.ceil(weight_bytes / BYTES_PER_THREAD)))
+    return n_threads or max(1, min(len(os.sched_getaffinity(0)), math.ceil(weight_bytes / BYTES_PER_THREAD)))
 
 
 def _weight_bytes(model: str) -> int:

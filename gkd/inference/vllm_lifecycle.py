@@ -107,8 +107,8 @@ def _measured_cache(worker: Any) -> int | None:
 class Follower:
     """The processes of an engine on a further node: they do what the leader's engine requests.
 
-    ``arguments`` are those of the leader but for the Span. Returns when all parts of the engine have met; vLLM raises
-    what it likes when they do not.
+    ``arguments`` are those of the leader but for the NodeSpan. Returns when all parts of the engine have met; vLLM
+    raises what it likes when they do not.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:

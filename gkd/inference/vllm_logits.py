@@ -19,7 +19,7 @@ class Shape:
     rows: int | None = None
 
 
-class _Shaped:
+class _ShapedLogits:
     """Stands in for a model's ``compute_logits``."""
 
     def __init__(self, compute_logits: Any) -> None:
@@ -43,6 +43,6 @@ class SetShape:
         self.shape = shape
 
     def __call__(self, model: Any) -> None:
-        if not isinstance(model.compute_logits, _Shaped):
-            model.compute_logits = _Shaped(model.compute_logits)
+        if not isinstance(model.compute_logits, _ShapedLogits):
+            model.compute_logits = _ShapedLogits(model.compute_logits)
         model.compute_logits.shape = self.shape

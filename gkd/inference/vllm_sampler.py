@@ -26,7 +26,7 @@ from gkd.types import Sample, SampleRequest, VersionSpan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gkd.weights.transfer import Piece
+    from gkd.weights.transfer import Bucket
     from gkd.weights.vllm_adapter import AdapterLoader
     from gkd.weights.vllm_backend import Running
 
@@ -130,7 +130,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         return finished
 
     def pause(self) -> None:
-        """Compute nothing more until the last piece of new weights is loaded; requests stay where they are."""
+        """Compute nothing more until the last bucket of new weights is loaded; requests stay where they are."""
         if self._paused:
             return
         self.engine.sleep(level=0, mode="keep")
@@ -140,14 +140,14 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             done = self.step()  # with what was finished before
             self._finished = done
 
-    def _resume(self, piece: Piece) -> None:
-        if piece.last and self._paused:
+    def _resume(self, bucket: Bucket) -> None:
+        if bucket.last and self._paused:
             if self._salted:
-                self._queue_again(piece.version)
+                self._requeue(bucket.version)
             self.engine.wake_up(["scheduling"])
             self._paused = False
 
-    def _queue_again(self, version: int) -> None:
+    def _requeue(self, version: int) -> None:
         """Queue requests anew that have not begun: they would read what older weights have cached of their prompts."""
         names = self.engine.output_processor.request_states
         waiting = self.engine.engine_core.engine_core.scheduler.waiting
@@ -169,22 +169,22 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         """Become as before; ``weights_only``: without a cache, as far as new weights need."""
         wake(self.engine, self.device, weights_only)
 
-    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        """Load the next piece while idle or paused; with the last one forget every cached prefix."""
+    def load_weights(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+        """Load the next bucket while idle or paused; with the last one forget every cached prefix."""
         from gkd.weights import vllm_backend
 
         if self._adapter is not None:
-            self._adapter.load(piece, tensors)
+            self._adapter.load(bucket, tensors)
             return
-        vllm_backend.load(self.llm, piece, tensors, running=self._running)
-        self._resume(piece)
+        vllm_backend.load(self.llm, bucket, tensors, running=self._running)
+        self._resume(bucket)
 
-    def receive_weights(self, piece: Piece) -> None:
-        """Load the next piece, which each of the engine's processes receives, as :meth:`load_weights`."""
+    def receive_weights(self, bucket: Bucket) -> None:
+        """Load the next bucket, which each of the engine's processes receives, as :meth:`load_weights`."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.load(self.llm, piece, running=self._running, rank=self._rank)
-        self._resume(piece)
+        vllm_backend.load(self.llm, bucket, running=self._running, rank=self._rank)
+        self._resume(bucket)
 
     @property
     def _running(self) -> Running:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import Device, EngineSpec, InferenceEngine
-from gkd.inference.requests import Generate, Limits, Refused, Score
+from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_lifecycle import GIB, Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
 from gkd.inference.vllm_logits import SetShape, Shape
@@ -47,10 +47,10 @@ CACHED_PART = 2 / 3
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningRequest:
     """A request in vLLM, and the tensors of its rows as they come, prefill chunk by chunk."""
 
-    request: Score | Generate
+    request: ScoreRequest | GenerateRequest
     bytes: int
     reads_cache: bool = False
     rows: list[Any] = field(default_factory=list)
@@ -82,7 +82,7 @@ def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | N
     return max(settings.max_num_seqs, 256, min(most, fitting))
 
 
-class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
+class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]):
     """Scores and continues token sequences.
 
     Requests of one temperature, vocabulary and K run together; others wait until those are done. The process'
@@ -122,15 +122,15 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             capacity=spec.settings.max_num_seqs,
         )
         self._shape, self._top_k = Shape(), 0
-        self._waiting: deque[tuple[int, Score | Generate]] = deque()
-        self._running: dict[int, _Running] = {}
+        self._waiting: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
+        self._running: dict[int, _RunningRequest] = {}
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Follower:
         """Return vLLM's processes on a further node of the engine with ``spec``."""
         return Follower(scoring_arguments(spec))
 
-    def add(self, key: int, request: Score | Generate) -> None:
+    def add(self, key: int, request: ScoreRequest | GenerateRequest) -> None:
         """Queue a request that passed ``limits.check``."""
         self._waiting.append((key, request))
 
@@ -138,7 +138,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         """Return whether requests are unfinished."""
         return bool(self._waiting or self._running)
 
-    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+    def step(self) -> Iterator[tuple[int, Target | Int32 | RequestRejected]]:
         """Do one forward pass; returns the keys and answers of requests that it finished."""
         yield from self._admit()
         for output in self.llm_engine.step():
@@ -146,7 +146,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
                 continue
             key = int(output.request_id)
             running = self._running.pop(key)
-            if isinstance(running.request, Score):
+            if isinstance(running.request, ScoreRequest):
                 if running.reads_cache and (output.num_cached_tokens or 0) >= running.request.spans[0][0]:
                     self._start(key, running.request, reads_cache=False)
                     continue
@@ -171,7 +171,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         """Free memory and end processes."""
         self.llm_engine.engine_core.shutdown()
 
-    def _admit(self) -> Iterator[tuple[int, Refused]]:
+    def _admit(self) -> Iterator[tuple[int, RequestRejected]]:
         """Hand to vLLM what may run now, in order, so that no temperature waits for ever."""
         while self._waiting:
             key, request = self._waiting[0]
@@ -181,26 +181,26 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             try:
                 self._start(key, request)
             except ValueError as error:
-                yield key, Refused("bad_request", one_line(error))
+                yield key, RequestRejected("bad_request", one_line(error))
 
-    def _fits(self, request: Score | Generate) -> bool:
+    def _fits(self, request: ScoreRequest | GenerateRequest) -> bool:
         """Return whether ``request`` may join those that run: same shape and K, and memory for its results."""
-        if not isinstance(request, Score):
+        if not isinstance(request, ScoreRequest):
             return True  # greedy: no temperature and hardly a result
         # On a GPU vLLM takes the largest K of a step for all its rows, and the tail is what that leaves out.
         if (Shape(request.temperature, request.vocabulary), self.limits.width(request)) != (self._shape, self._top_k):
             return False
         return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
 
-    def _bytes(self, request: Score) -> int:
+    def _bytes(self, request: ScoreRequest) -> int:
         return len(request.token_ids) * (self.limits.width(request) + 1) * 8
 
-    def _start(self, key: int, request: Score | Generate, reads_cache: bool = True) -> None:
+    def _start(self, key: int, request: ScoreRequest | GenerateRequest, reads_cache: bool = True) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        if isinstance(request, Generate):
+        if isinstance(request, GenerateRequest):
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=request.max_tokens,
@@ -209,7 +209,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             self.llm_engine.add_request(str(key), tokens_input(request.prompt_ids.tolist()), params)
-            self._running[key] = _Running(request, 0)
+            self._running[key] = _RunningRequest(request, 0)
             return
         shape = Shape(request.temperature, request.vocabulary)
         if shape != self._shape:
@@ -227,7 +227,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
             skip_reading_prefix_cache=not reads_cache,
         )
         internal = self.llm_engine.add_request(str(key), tokens_input(request.token_ids.tolist()), params)
-        self._running[key] = running = _Running(request, self._bytes(request), reads_cache)
+        self._running[key] = running = _RunningRequest(request, self._bytes(request), reads_cache)
         self._tap(internal, running.rows)
 
     def _tap(self, internal: str, rows: list[Any]) -> None:
@@ -240,7 +240,7 @@ class VLLMScorer(InferenceEngine[Score | Generate, Target | Int32]):
         processor._update_prompt_logprobs = rows.append
 
 
-def _target(request: Score, chunks: list[Any], whole: bool) -> Target:
+def _target(request: ScoreRequest, chunks: list[Any], whole: bool) -> Target:
     """Return a scored request's Target from vLLM's LogprobsTensors, one of each prefill chunk or of the whole prompt.
 
     ``whole``: there is no token beyond the top K.

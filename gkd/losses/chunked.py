@@ -35,11 +35,11 @@ class Gradients:
         """Return the scalar ``loss`` as one whose backward pass gives the inputs these gradients."""
         if not self.inputs:
             return loss
-        carried: Tensor = _Carried.apply(loss, self.slopes, *self.inputs)  # type: ignore[no-untyped-call]
+        carried: Tensor = _PrecomputedGradients.apply(loss, self.slopes, *self.inputs)  # type: ignore[no-untyped-call]
         return carried
 
 
-class _Carried(torch.autograd.Function):
+class _PrecomputedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, slopes: list[Tensor], *inputs: Tensor) -> Tensor:
         ctx.slopes = slopes

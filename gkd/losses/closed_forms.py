@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from gkd.losses import MIN_LOGPROB
 
 
-class _Summed(torch.autograd.Function):
+class _OutcomeSum(torch.autograd.Function):
     """Base of sums over outcomes; ``ctx.saved_tensors`` are the slopes of both arguments, None where none is needed."""
 
     @staticmethod
@@ -26,7 +26,7 @@ class _Summed(torch.autograd.Function):
         return (*(None if saved is None else saved * slope[..., None] for saved in ctx.saved_tensors), *ctx.settings)
 
 
-class KLSum(_Summed):
+class KLSum(_OutcomeSum):
     """sum a (log a - log b) of two [..., V]; d / d log a = a (log a - log b + 1), d / d log b = -a."""
 
     @staticmethod
@@ -45,7 +45,7 @@ class KLSum(_Summed):
         return value
 
 
-class JSDSum(_Summed):
+class JSDSum(_OutcomeSum):
     """beta KL(P||M) + (1 - beta) KL(Q||M) of two [..., V], where M = beta P + (1 - beta) Q.
 
     d / d log p = beta p log(p / m), d / d log q = (1 - beta) q log(q / m): what M contributes cancels.

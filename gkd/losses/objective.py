@@ -149,7 +149,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
     supervised = values.pop("supervised", None)
     weights = importance(micro, log_q, algorithm) if algorithm.weighs_samples else None
     if weights is not None and algorithm.importance_sampling.level in ("token", "sequence"):
-        sums["actor/correction"] = weights.correction
+        sums["actor/importance_weight"] = weights.importance_weights
     if algorithm.distils:
         losses["distill/loss"] = values.pop("distill")
         if weights is not None and algorithm.loss.is_policy_gradient:
@@ -167,7 +167,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None
         penalty = kl_penalty(log_q, micro.reference_logprobs, algorithm.kl.estimator, weights.old)
-        penalty = penalty * weights.correction * weights.sampled
+        penalty = penalty * weights.importance_weights * weights.sampled
         losses["actor/kl_loss"] = algorithm.kl.coef * penalty
         sums["actor/kl_reference"] = penalty
     return losses, sums

@@ -16,10 +16,10 @@ sampled from: softmax(logits / temperature), truncated by :mod:`gkd.losses.trunc
 
 Who gets what:
 
-- The policy gradient on rewards: ``q / old`` inside its surrogate, which clips it, times the correction. With
+- The policy gradient on rewards: ``q / old`` inside its surrogate, which clips it, times that weight. With
   ``algorithm.policy.ratio=sequence``, as in GSPO, that ratio is of the whole response.
 - Divergences estimated from the token sampled (``sampled_reverse_kl``) and the penalty to the reference: ``q / old`` of
-  the token as it is, times the correction (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for the penalty).
+  the token as it is, times that weight (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for the penalty).
 - The mask of bad sequences that are far off-policy looks at ``mu``, so at all of the difference.
 - Other divergences, over the vocabulary: nothing. At each position they are summed, not sampled,
   and GKD (arXiv 2306.13649) takes the text before a position from wherever it comes.
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from gkd.config import Algorithm
 from gkd.losses.micro_batch import MicroBatch
-from gkd.losses.policy_gradient import correction, ratio_of
+from gkd.losses.policy_gradient import importance_weights, ratio_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +43,29 @@ class Importance:
     """The parts of N tokens' importance weights, each [N] and constant.
 
     ``old``: log-probabilities before the batch's first update. ``sampler``: the engine's, ``old`` where there is none.
-    ``correction``: old / mu, truncated or masked. ``sampled``: 1, or 0 for tokens of the data's own answers.
+    ``importance_weights``: old / mu, truncated or masked. ``sampled``: 1, or 0 for tokens of the data's own answers.
     """
 
     old: Tensor
     sampler: Tensor
-    correction: Tensor
+    importance_weights: Tensor
     sampled: Tensor
 
     def weights(self, log_q: Tensor) -> Tensor:
         """Return q / old * old / mu of each token, [N], constant."""
-        return ratio_of(log_q.detach() - self.old) * self.correction
+        return ratio_of(log_q.detach() - self.old) * self.importance_weights
 
 
 def importance(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm) -> Importance:
     """Compute what a micro-batch's importance weights are made of; ``log_q`` [N] as the trainer has it now.
 
     ``algorithm.importance_sampling.level`` is to be decided already (:meth:`gkd.config.Config.algorithm_on`); where it
-    is still ``auto`` nothing is corrected.
+    is still ``auto`` they are 1.
     """
     old = log_q.detach() if micro.old_logprobs is None else micro.old_logprobs
     unknown = micro.sampler_logprobs.isnan()
     sampler = torch.where(unknown, old, micro.sampler_logprobs)
-    how, factors = algorithm.importance_sampling, torch.ones_like(old)
-    if how.level in ("token", "sequence"):
-        factors = correction(old, sampler, micro.bounds, how.level, how.mask, how.cap)
+    settings, factors = algorithm.importance_sampling, torch.ones_like(old)
+    if settings.level in ("token", "sequence"):
+        factors = importance_weights(old, sampler, micro.bounds, settings.level, settings.mask, settings.cap)
     return Importance(old, sampler, factors, (~unknown).to(old.dtype))

@@ -84,8 +84,8 @@ def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights:
     else:
         ratio = pg.ratio_of(kind.log(log_q, old, micro.bounds))
     values, clipped = surrogate(log_q, ratio, advantages), surrogate.clips(ratio.detach())
-    factors = weights.correction
+    factors = weights.importance_weights
     limit = algorithm.policy.sequence_mask_kl
     if limit is not None:
         factors = factors * pg.sequence_mask(log_q, weights.sampler, advantages, micro.bounds, limit)
-    return values * factors, {"actor/clip_fraction": clipped.float(), "actor/correction": factors}
+    return values * factors, {"actor/clip_fraction": clipped.float(), "actor/importance_weight": factors}

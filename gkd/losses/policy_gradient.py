@@ -1,4 +1,4 @@
-"""Parts of policy-gradient losses: means over sequences, penalties that keep near a reference, and corrections.
+"""Parts of policy-gradient losses: means over sequences, penalties that keep near a reference, and importance weights.
 
 All tensors are [N] where no shape is stated: the response tokens of S whole sequences laid end to end, sequence ``i``
 from ``bounds[i]`` to ``bounds[i + 1]``. Log-probabilities are of the sampled tokens, natural logarithms. Losses are to
@@ -60,7 +60,7 @@ def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_o
     return ratio * (ratio_of(-d) - 1 + d)
 
 
-def correction(
+def importance_weights(
     trainer: Tensor, sampler: Tensor, bounds: Tensor, level: Literal["token", "sequence"], mask: bool, cap: float
 ) -> Tensor:
     """Compute weights that undo the difference between the engine that sampled and the trainer, detached.

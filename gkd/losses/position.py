@@ -85,7 +85,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class _PairedLogprobs:
     """Log-probabilities of teacher and student over the same outcomes, and what else is known of the student.
 
     ``log_p``, ``log_q``: [N, V], or [N, K] with those of all other tokens together in ``tails``, [N] each. ``entropy``,
@@ -109,13 +109,13 @@ class _Compared:
         return log_p, log_q
 
 
-def _compare(logits: Tensor, targets: PositionTargets, temperature: float) -> _Compared:
+def _compare(logits: Tensor, targets: PositionTargets, temperature: float) -> _PairedLogprobs:
     ids, log_p = targets.ids.long(), targets.logprobs.to(logits.dtype)
     if targets.k < logits.shape[1]:
         log_q, others, *rest = outcomes(logits, ids, temperature)
         if targets.tail_logprobs is None:  # of no tokens at all
-            return _Compared(log_p, log_q, None, *rest)
-        return _Compared(log_p, log_q, (targets.tail_logprobs.to(logits.dtype), others), *rest)
+            return _PairedLogprobs(log_p, log_q, None, *rest)
+        return _PairedLogprobs(log_p, log_q, (targets.tail_logprobs.to(logits.dtype), others), *rest)
     # There is no tail. The teacher is put in the student's order, as the teacher needs no gradient.
     scaled = logits if temperature == 1.0 else logits / temperature
     log_q = torch.log_softmax(scaled, -1)
@@ -124,7 +124,7 @@ def _compare(logits: Tensor, targets: PositionTargets, temperature: float) -> _C
         highest = scaled.amax(-1)
         log_q_highest = log_q.amax(-1)
         entropy = torch.special.entr(log_q.exp()).sum(-1)
-    return _Compared(log_p, log_q, None, entropy, highest, -log_q_highest)
+    return _PairedLogprobs(log_p, log_q, None, entropy, highest, -log_q_highest)
 
 
 def _check_shapes(logits: Tensor, targets: PositionTargets, loss: Loss) -> None:

@@ -32,50 +32,50 @@ class Truncation(Protocol):
     def min_p(self) -> float: ...
 
 
-def truncates(how: Truncation) -> bool:
+def truncates(truncation: Truncation) -> bool:
     """Return whether any token is left out."""
-    return how.top_p < 1.0 or how.top_k is not None or how.min_p > 0.0
+    return truncation.top_p < 1.0 or truncation.top_k is not None or truncation.min_p > 0.0
 
 
-def find_least_kept(log_q: Tensor, how: Truncation) -> Tensor:
+def find_least_kept(log_q: Tensor, truncation: Truncation) -> Tensor:
     """Return the log-probability [n, 1] of the least likely token that stays; ``log_q`` [n, V].
 
     Tokens as likely as that one stay, too.
     """
-    if how.top_p == 1.0:
-        floor_ = log_q.amax(-1, keepdim=True) + (math.log(how.min_p) if how.min_p else -math.inf)
-        if how.top_k is None or how.top_k >= log_q.shape[-1]:
+    if truncation.top_p == 1.0:
+        floor_ = log_q.amax(-1, keepdim=True) + (math.log(truncation.min_p) if truncation.min_p else -math.inf)
+        if truncation.top_k is None or truncation.top_k >= log_q.shape[-1]:
             return floor_
-        return torch.maximum(floor_, log_q.topk(how.top_k, -1).values[..., -1:])
+        return torch.maximum(floor_, log_q.topk(truncation.top_k, -1).values[..., -1:])
     falling = log_q.sort(-1, descending=True).values
     floor, total = None, log_q.new_ones(())
-    if how.min_p or how.top_k is not None:
-        floor = falling[..., :1] + (math.log(how.min_p) if how.min_p else -math.inf)
-        if how.top_k is not None:
-            floor = torch.maximum(floor, falling[..., min(how.top_k, falling.shape[-1]) - 1, None])
+    if truncation.min_p or truncation.top_k is not None:
+        floor = falling[..., :1] + (math.log(truncation.min_p) if truncation.min_p else -math.inf)
+        if truncation.top_k is not None:
+            floor = torch.maximum(floor, falling[..., min(truncation.top_k, falling.shape[-1]) - 1, None])
         falling = falling.masked_fill(falling < floor, -torch.inf)
         total = falling.exp().sum(-1, keepdim=True)
     before = falling.exp().cumsum(-1) - falling.exp()
-    floor_ = falling.masked_fill(before >= how.top_p * total, torch.inf).amin(-1, keepdim=True)
+    floor_ = falling.masked_fill(before >= truncation.top_p * total, torch.inf).amin(-1, keepdim=True)
     return floor_ if floor is None else torch.maximum(floor_, floor)
 
 
-def log_mass(log_q: Tensor, how: Truncation) -> Tensor:
+def log_mass(log_q: Tensor, truncation: Truncation) -> Tensor:
     """Compute the log of what the tokens that stay have together, [n]; which they are is taken as constant.
 
     A token that was sampled and, by rounding or an update, is left out now keeps its own probability, divided by this:
     its importance ratio is then continuous, and not 0.
     """
     with torch.no_grad():
-        smallest = find_least_kept(log_q.detach(), how)
+        smallest = find_least_kept(log_q.detach(), truncation)
     return torch.logsumexp(log_q.masked_fill(log_q < smallest, -torch.inf), -1)
 
 
-def truncate_logprobs(log_q: Tensor, how: Truncation) -> Tensor:
+def truncate_logprobs(log_q: Tensor, truncation: Truncation) -> Tensor:
     """Return ``log_q`` [n, V] with the tokens that are left out impossible, normalised over the others."""
-    if not truncates(how):
+    if not truncates(truncation):
         return log_q
-    return log_q.masked_fill(log_q < find_least_kept(log_q, how), -torch.inf).log_softmax(-1)
+    return log_q.masked_fill(log_q < find_least_kept(log_q, truncation), -torch.inf).log_softmax(-1)
 
 
 def apply_presence_penalty(logits: Tensor, start: int, response_ids: Tensor, bounds: Tensor, penalty: float) -> Tensor:

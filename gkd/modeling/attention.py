@@ -147,7 +147,7 @@ def _padding_of(cu: Tensor, longest: int) -> _Padding:
 AttentionInterface.register(NAME, packed_attention)
 
 
-class _Aside:
+class _UncompiledAttention:
     """The attention of compiled layers: not compiled itself, and its bounds do not go through the layers.
 
     Both change with every micro-batch, for which every layer would be compiled again. ``bounds`` [S + 1] and
@@ -169,4 +169,4 @@ class _Aside:
         return packed_attention(module, query, key, value, *args, **kwargs)
 
 
-aside = _Aside()
+aside = _UncompiledAttention()

@@ -22,7 +22,7 @@ class Head:
 
     def __init__(self, lm: PreTrainedModel) -> None:
         below = get_backbone(lm)
-        self._below = _Below(below)
+        self._below = _GivenBackbone(below)
         # A view of the model: another table of submodules, the submodules themselves the same.
         self._view: Any = copy.copy(lm)
         self._view._modules = {name: self._below if part is below else part for name, part in lm._modules.items()}
@@ -76,7 +76,7 @@ def get_backbone(lm: PreTrainedModel) -> PreTrainedModel:
     return parts[0]
 
 
-class _Below:
+class _GivenBackbone:
     """Stands for the model below the head, or for its decoder: has its hidden states already."""
 
     def __init__(self, below: nn.Module) -> None:
@@ -84,7 +84,7 @@ class _Below:
         self.hidden: Tensor | None = None
 
     @property
-    def decoder(self) -> _Below:
+    def decoder(self) -> _GivenBackbone:
         """Of families that call the decoder of what is below the head."""
         return self
 

@@ -59,7 +59,7 @@ class SampleLog:
         if training.rewards:
             row["rewards"] = training.rewards
         means: dict[str, float] = {}
-        if not sample.request.own_answer:
+        if not sample.request.from_dataset:
             means["logprob_mean"] = float(sample.sampled_logprobs.mean())
         if scored.teacher is not None:
             means["teacher_logprob_mean"] = float(scored.teacher.token_logprobs.mean())
@@ -72,7 +72,7 @@ class SampleLog:
         """Return the columns of the first tokens, in the order in which they were sampled."""
         sample, teacher = scored.sample, scored.teacher
         tokens: dict[str, Any] = {"text": self._text(sample.sampled_ids[: self.n_tokens].tolist())}
-        if not sample.request.own_answer:
+        if not sample.request.from_dataset:
             tokens["student"] = _round(sample.sampled_logprobs[: self.n_tokens])
         if teacher is not None:
             tokens["teacher"] = _round(teacher.token_logprobs[: self.n_tokens])

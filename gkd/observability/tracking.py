@@ -81,7 +81,7 @@ class Trackers:
                         raise
                     LOG.warning("%s; the run goes on without it", error)
                     continue
-                started.push(_closing(name, tracker, caller))
+                started.push(_make_closer(name, tracker, caller))
                 self._started[name] = tracker, caller
             self._open = started.pop_all()
         return self
@@ -141,7 +141,7 @@ class _Caller:
                 end.put((None, error))
 
 
-def _closing(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None]:
+def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None]:
     """Return what closes a tracker when the run leaves it, in bounded time. What it raises is a warning."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:

@@ -22,7 +22,7 @@ class Watcher:
         self.config = config
         self._warned_at: dict[str, int] = {}
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn of what is wrong with a step."""
         for name, text in warnings(self.config, metrics):
             if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from gkd.config.rewards import REWARDS, TRL_PARAMETERS, Reward, parameters_of, required_parameters
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.row import Row
-from gkd.rewards.completion import Completion, Mark
+from gkd.rewards.completion import Completion, RewardCallable
 
 Arguments: TypeAlias = Callable[[Any], dict[str, Any]]
 """Of a completion or a group of them, what a function of another system is given for it."""
@@ -38,7 +38,7 @@ class TrainerState:
     max_steps: int
 
 
-def resolve(name: str, settings: Reward) -> Mark:
+def resolve(name: str, settings: Reward) -> RewardCallable:
     """Return the reward ``name``: a plain function, or an object of the class with its settings; :func:`adapt`.
 
     Raises ConfigError where there is none.
@@ -50,36 +50,36 @@ def resolve(name: str, settings: Reward) -> Mark:
     return adapt(reward, {} if config is None else dict(config))
 
 
-def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> Mark:
+def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> RewardCallable:
     """Return ``reward`` as one of a :class:`Completion`, or of a list of them where it rates groups.
 
     ``settings`` are its further parameters.
     """
     names = parameters_of(reward)
     if not required_parameters(reward).isdisjoint(TRL_PARAMETERS):
-        return _make_mark(reward, settings, _trl_arguments, list)
+        return _call_with_arguments(reward, settings, _trl_arguments, list)
     if "solution_strs" in names:
-        return _make_mark(
+        return _call_with_arguments(
             reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results]
         )
     if "solution_str" in names:
-        return _make_mark(reward, settings, _verl_arguments, _score)
+        return _call_with_arguments(reward, settings, _verl_arguments, _score)
     if not settings:
         return reward
     return lambda rated: reward(rated, **settings)
 
 
-def _make_mark(
+def _call_with_arguments(
     reward: Callable[..., Any], settings: Mapping[str, Any], arguments: Arguments, result: Callable[[Any], Any]
-) -> Mark:
+) -> RewardCallable:
     names, takes_all = parameters_of(reward), _takes_all(reward)
 
-    def mark(rated: Any) -> Any:
+    def reward_of(rated: Any) -> Any:
         values = {**arguments(rated), **settings}
         value = reward(**(values if takes_all else {name: value for name, value in values.items() if name in names}))
         return _await(value, result) if inspect.isawaitable(value) else result(value)
 
-    return mark
+    return reward_of
 
 
 async def _await(value: Awaitable[Any], result: Callable[[Any], Any]) -> Any:

@@ -46,27 +46,27 @@ def normalize_text(text: str) -> str:
 
 def is_same_answer(response: str, expected: str) -> bool:
     """Return whether two answers, without what marks them, are the same."""
-    own, wanted = normalize_text(response), normalize_text(expected)
-    if is_same_text(own, wanted) or not own or max(len(own), len(wanted)) > LONGEST:
-        return is_same_text(own, wanted)
-    if (options := choice(wanted)) is not None:
+    own, reference = normalize_text(response), normalize_text(expected)
+    if is_same_text(own, reference) or not own or max(len(own), len(reference)) > LONGEST:
+        return is_same_text(own, reference)
+    if (options := choice(reference)) is not None:
         return _is_same_choice(own, *options)
-    numbers = quantity(own), quantity(wanted)
+    numbers = quantity(own), quantity(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
-    lists = _items(own), _items(wanted)
+    lists = _items(own), _items(reference)
     if lists[0] is not None and lists[1] is not None:
         return _is_same_list(*lists[0], *lists[1])
     left, equals, right = strip_markup(response).rpartition("=")
-    if equals and "=" not in wanted and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
+    if equals and "=" not in reference and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
         return is_same_answer(right, expected)
     return _is_same_formula(strip_markup(response), strip_markup(expected))
 
 
-def is_same_text(own: str, wanted: str) -> bool:
+def is_same_text(own: str, reference: str) -> bool:
     """Return whether texts are equal, of words also without regard to capitals."""
-    words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, wanted))
-    return own == wanted or (words and own.casefold() == wanted.casefold())
+    words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, reference))
+    return own == reference or (words and own.casefold() == reference.casefold())
 
 
 def choice(text: str) -> tuple[str, str] | None:
@@ -104,13 +104,13 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     return (brackets, [item.strip() for item in items]) if len(items) > 1 else None
 
 
-def _is_same_list(own_brackets: str, own: list[str], brackets: str, wanted: list[str]) -> bool:
+def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: list[str]) -> bool:
     """Return whether lists are equal in order, within braces in any; brackets count where the reference has them."""
-    if len(own) != len(wanted) or own_brackets not in ({brackets} if brackets else {"", "()", "[]", "{}"}):
+    if len(own) != len(reference) or own_brackets not in ({brackets} if brackets else {"", "()", "[]", "{}"}):
         return False
     if brackets != "{}":
-        return all(map(is_same_answer, own, wanted))
-    left = list(wanted)
+        return all(map(is_same_answer, own, reference))
+    left = list(reference)
     for item in own:
         match = next((i for i, other in enumerate(left) if is_same_answer(item, other)), None)
         if match is None:
@@ -126,12 +126,12 @@ def is_formula(text: str) -> bool:
     return not words and bool(re.search(r"[\d\\^+*/=<>]", text)) and not re.search(r"\d\s+[\d.]", text)
 
 
-def _is_same_formula(own: str, wanted: str) -> bool:
-    if not (is_formula(own) and is_formula(wanted)):
+def _is_same_formula(own: str, reference: str) -> bool:
+    if not (is_formula(own) and is_formula(reference)):
         return False
-    texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, wanted)]
+    texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, reference)]
     scales = [SCALES.keys() & text.split() for text in texts]
-    based = [re.search(r"\d\s*_", text) is not None for text in (own, wanted)]  # 25 in base 8 is not 25
+    based = [re.search(r"\d\s*_", text) is not None for text in (own, reference)]  # 25 in base 8 is not 25
     if not units_agree(*texts) or scales[0] != scales[1] or based[0] != based[1]:
         return False
-    return are_math_equal(own, wanted)
+    return are_math_equal(own, reference)

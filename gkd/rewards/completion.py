@@ -1,4 +1,4 @@
-"""Reward functions and what they mark."""
+"""Reward functions and the completions that they are given."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Completion:
     total_steps: int = 0
 
 
-Mark: TypeAlias = Callable[[Any], float | Sequence[float | None] | Awaitable[float | Sequence[float | None]]]
+RewardCallable: TypeAlias = Callable[[Any], float | Sequence[float | None] | Awaitable[float | Sequence[float | None]]]
 """Gives the reward of a completion, larger for a better one, or those of a list of them, all samples of a prompt.
 
 May raise: the samples then count as failed, as one does whose reward is None.
@@ -69,4 +69,4 @@ class RewardFunction:
 
     def __call__(self, completion: Completion) -> float:
         """Return the reward of a completion."""
-        raise NotImplementedError(f"{type(self).__name__} marks nothing")
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")

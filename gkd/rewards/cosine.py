@@ -1,4 +1,4 @@
-"""Accuracy scaled by length: short right answers are worth most, and short wrong ones cost most."""
+"""Accuracy scaled by length: short correct answers are worth most, and short wrong ones cost most."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ class Cosine(RewardFunction):
     """
 
     class Config(Settings):
-        """Values at both ends, of right and of wrong answers."""
+        """Values at both ends, of correct and of wrong answers."""
 
-        right: list[float] = Field([1.0, 0.5], min_length=2, max_length=2, description="right: empty, and at the limit")
-        wrong: list[float] = Field(
-            [-1.0, -0.5], min_length=2, max_length=2, description="wrong: empty, and at the limit"
-        )
+        correct: list[float] = Field([1.0, 0.5], min_length=2, max_length=2, description="empty, and at the limit")
+        wrong: list[float] = Field([-1.0, -0.5], min_length=2, max_length=2, description="empty, and at the limit")
 
     needs_answer: ClassVar[bool] = True
     config: Config
 
     def __call__(self, completion: Completion) -> float:
         """Return the value at the response's share of the limit."""
-        right = accuracy(completion) == 1.0
-        at_zero, at_limit = self.config.right if right else self.config.wrong
+        correct = accuracy(completion) == 1.0
+        at_zero, at_limit = self.config.correct if correct else self.config.wrong
         share = min(1.0, completion.n_tokens / completion.max_tokens)
         return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * share)) / 2

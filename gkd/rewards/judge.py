@@ -1,4 +1,4 @@
-"""A mark given by another language model, over an OpenAI-compatible endpoint."""
+"""A score given by another language model, over an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Judge(RewardFunction):
             "Question:\n{prompt}\n\nResponse:\n{response}\n",
             description="what the judge reads; {prompt}, {response} and {answer} are filled in",
         )
-        scale: float = Field(10.0, gt=0, description="the mark that gives a reward of 1")
+        scale: float = Field(10.0, gt=0, description="the score that gives a reward of 1")
         max_tokens: int = Field(16, ge=1, description="tokens the judge may answer with")
         timeout_s: float = Field(4.0, gt=0, description="time one attempt has, within reward.timeout_s for all of them")
         retries: int = Field(1, ge=0, description="further attempts after one that failed")
-        slow_s: float = Field(6.0, gt=0, description="mean time of a step's marks beyond which a warning is given")
+        slow_s: float = Field(6.0, gt=0, description="mean time of a step's calls beyond which a warning is given")
 
         @model_validator(mode="after")
         def _endpoint_is_named(self) -> Judge.Config:
@@ -49,7 +49,7 @@ class Judge(RewardFunction):
     config: Config
 
     def __call__(self, completion: Completion) -> float:
-        """Return the mark.
+        """Return the score over ``scale``.
 
         Raises RuntimeError when the judge does not answer in ``retries`` + 1 attempts of ``timeout_s``, and ValueError
         when its answer has no number.
@@ -70,10 +70,10 @@ class Judge(RewardFunction):
             cause = error.__cause__ or error
             raise RuntimeError(f"the judge at {config.url} did not answer: {type(error).__name__}: {cause}") from None
         answer = reply.choices[0].message.content or ""
-        mark = _NUMBER.search(answer)
-        if mark is None:
+        score = _NUMBER.search(answer)
+        if score is None:
             raise ValueError(f"the judge gave no number but {answer[:80]!r}")
-        return float(mark[0]) / config.scale
+        return float(score[0]) / config.scale
 
     @cached_property
     def _client(self) -> OpenAI:

@@ -1,4 +1,4 @@
-"""Shorter is better, or as near to a wanted length as possible."""
+"""Shorter is better, or as near to a target length as possible."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from gkd.rewards.completion import Completion, RewardFunction
 
 
 class Length(RewardFunction):
-    """Gives 1 at the wanted length, falling to 0 at no tokens and at twice as many.
+    """Gives 1 at the target length, falling to 0 at no tokens and at twice as many.
 
-    Without a wanted length it falls from 1 at no tokens to 0 at the limit.
+    Without a target length it falls from 1 at no tokens to 0 at the limit.
     """
 
     class Config(Settings):
-        """The length that is wanted."""
+        """The length that gives 1."""
 
-        wanted: int | None = Field(None, ge=1, description="tokens that give 1; null: the fewer the better")
+        target_length: int | None = Field(None, ge=1, description="tokens that give 1; null: the fewer the better")
 
     config: Config
 
     def __call__(self, completion: Completion) -> float:
         """Return a number between 0 and 1."""
-        wanted = self.config.wanted
-        if wanted is None:
+        target = self.config.target_length
+        if target is None:
             return 1 - completion.n_tokens / completion.max_tokens
-        return max(0.0, 1 - abs(completion.n_tokens - wanted) / wanted)
+        return max(0.0, 1 - abs(completion.n_tokens - target) / target)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from gkd.config import Reward
 from gkd.rewards.adapters import resolve
-from gkd.rewards.completion import Completion, Mark
+from gkd.rewards.completion import Completion, RewardCallable
 
 START_TIMEOUT_S = 300
 """Time a new process has to import the functions: a user's may import torch, on a busy machine."""
@@ -144,7 +144,7 @@ class RewardProcess:
 def _serve(connection: Connection, settings: dict[str, object]) -> None:
     """Evaluate what comes until the other side is gone. Sends "" once ready, then lists of Timed or texts of errors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process itself
-    functions: dict[str, Mark] = {}
+    functions: dict[str, RewardCallable] = {}
     try:
         reward = Reward.model_validate(settings)
         of_groups = reward.group_functions()
@@ -166,7 +166,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
             connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
 
 
-def _evaluate(function: Mark, group: Group, whole: bool) -> list[Timed | str]:
+def _evaluate(function: RewardCallable, group: Group, whole: bool) -> list[Timed | str]:
     """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``."""
     started = time.monotonic()
     try:
@@ -176,7 +176,7 @@ def _evaluate(function: Mark, group: Group, whole: bool) -> list[Timed | str]:
 
 
 async def _gather_answers(
-    function: Mark, groups: Sequence[Group], timeout_s: float, whole: bool = False
+    function: RewardCallable, groups: Sequence[Group], timeout_s: float, whole: bool = False
 ) -> list[list[Timed | str]]:
     """Evaluate an async function for all ``groups`` at the same time, each with a time limit; as :func:`_evaluate`."""
 

@@ -18,10 +18,10 @@ class ReasoningSteps(RewardFunction):
     class Config(Settings):
         """How many steps are enough."""
 
-        wanted: int = Field(3, ge=1, description="steps that give the full reward")
+        n_steps: int = Field(3, ge=1, description="steps that give the full reward")
 
     config: Config
 
     def __call__(self, completion: Completion) -> float:
-        """Return the steps over ``wanted``; at most 1."""
-        return min(1.0, len(_STEP.findall(completion.response)) / self.config.wanted)
+        """Return the steps over ``n_steps``; at most 1."""
+        return min(1.0, len(_STEP.findall(completion.response)) / self.config.n_steps)

@@ -12,32 +12,32 @@ from ray.exceptions import RayError
 
 from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.health.heartbeat import Heartbeat
-from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
+from gkd.cluster.health.restarts import RestartPolicy, Restarts, return_text
 from gkd.cluster.session.port import listens
-from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
 from gkd.cluster.workers.group import Group, PendingCall
 from gkd.errors import RunFailed
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import ExpectedReplica, ScorerWatch
-from gkd.types import SampleRequest, TrainingSample, UnscoredSample
+from gkd.types import GenerationNotice, SampleRequest, TrainingSample
 
 log = logging.getLogger("gkd")
 ENGINES = "rollout"
 """The engines' group."""
 FETCH_TIMEOUT_S = 300.0
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 NODE_ANSWERS_S = 2.0
 LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 
-Came = TrainingSample | UnscoredSample
+StreamItem = TrainingSample | GenerationNotice
 
 
 class EngineGroup:
     """The workers of ``group``, one an engine, each of which runs its engine from the start.
 
-    One that died is started again by ``again``; one that does nothing for ``timeout_s`` while it has work hangs.
-    ``followers`` are parts of engines on further nodes: when one fails, its leader ends, and this is the reason.
+    One that died is started again by ``restart_policy``. One that does nothing for ``timeout_s`` while it has work
+    hangs. ``followers`` are parts of engines on further nodes: when one fails, its leader ends, and this is the reason.
     ``scorers`` are watched meanwhile, for the engines and for ``clients`` of this process, by model.
     """
 
@@ -47,14 +47,14 @@ class EngineGroup:
         timeout_s: float,
         scorers: ScorerWatch,
         followers: Sequence[PendingCall],
-        again: StartAgain | None,
+        restart_policy: RestartPolicy | None,
         clients: Mapping[str, ScoringClient],
     ) -> None:
         self.group, self.scorers = group, scorers
         self._timeout_s, self._clients = timeout_s, clients
         self._fleet: Fleet = scorers.fleet
         self._fleet.add(ENGINES, len(group))
-        self._restarts = Restarts(self._fleet, ENGINES, again)
+        self._restarts = Restarts(self._fleet, ENGINES, restart_policy)
         self._followers = {
             ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
         }
@@ -96,12 +96,14 @@ class EngineGroup:
         """Give an engine requests."""
         self.group.workers[engine].control.remote("submit", requests)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take in engines that are back, and have all of them wait for scorers that are being started."""
         self.take_in_restarted()
-        self._expect_scorers(self.scorers.look(), self.present_engines)
+        self._expect_scorers(self.scorers.poll(), self.present_engines)
 
-    def collect(self, deadline: float, calls: Sequence[Any]) -> tuple[dict[int, list[Came]], dict[int, WorkerDied]]:
+    def collect(
+        self, deadline: float, calls: Sequence[Any]
+    ) -> tuple[dict[int, list[StreamItem]], dict[int, WorkerDied]]:
         """Return samples that come within a second or so, and of whom none will come any more, both by engine.
 
         There are none when one of ``calls`` is done before. Raises what else ends a stream.
@@ -110,7 +112,7 @@ class EngineGroup:
         engines = {stream.items: engine for engine, stream in self._streams.items() if not stream.is_late}
         scoring = self.scorers.calls
         watched = [*engines, *scoring, *self._followers, *calls]
-        left = min(LATE_EVERY_S if late else LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+        left = min(LATE_EVERY_S if late else POLL_EVERY_S, max(0.0, deadline - time.monotonic()))
         # Arrays stay on their node until the actor wants them.
         ready: list[Any] = []
         if watched:
@@ -123,7 +125,7 @@ class EngineGroup:
                 self.scorers.lose(ref)
             elif ref in self._followers:
                 self._warn_of_followers()
-        came: dict[int, list[Came]] = {}
+        came: dict[int, list[StreamItem]] = {}
         died: dict[int, WorkerDied] = {}
         for engine in [*late, *(engines[ref] for ref in ready if ref in engines)]:
             try:
@@ -134,7 +136,7 @@ class EngineGroup:
                 self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
         return came, died
 
-    def _take(self, engine: int) -> list[Came]:
+    def _take(self, engine: int) -> list[StreamItem]:
         """Return samples that an engine has finished."""
         try:
             return self._streams[engine].take()
@@ -143,7 +145,7 @@ class EngineGroup:
         except RayError as error:
             raise self.group.explain(engine, error) from error
 
-    def find_hanging(self, at_work: Mapping[int, Collection[Any]]) -> dict[int, WorkerHangs]:
+    def find_hanging(self, at_work: Mapping[int, Collection[Any]]) -> dict[int, WorkerHung]:
         """Return engines that have work, see ``at_work``, and do not do it; half of that time makes one suspect."""
         busy = [engine for engine in self.working_engines if at_work[engine]]
         hanging = self.heartbeat.find_hanging(busy)
@@ -151,7 +153,7 @@ class EngineGroup:
             silent = engine in busy and self.heartbeat.silent_s(engine) > self._timeout_s / 2
             self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
         limit = f"{self._timeout_s:g} s (rollout.engine_timeout_s)"
-        return {i: WorkerHangs(f"{self.group.reports[i]} has done nothing for {limit}") for i in hanging}
+        return {i: WorkerHung(f"{self.group.reports[i]} has done nothing for {limit}") for i in hanging}
 
     def drop(self, engine: int) -> None:
         """Take no more samples of an engine that died."""
@@ -163,7 +165,7 @@ class EngineGroup:
 
         Raises ``failure`` when none is left or comes.
         """
-        if isinstance(failure, WorkerHangs):
+        if isinstance(failure, WorkerHung):
             self.group.end(engine)
         then = self._restarts.lose(engine)
         if self._restarts.is_lost:
@@ -173,7 +175,7 @@ class EngineGroup:
     def has_lost_node(self, engine: int) -> bool:
         """Return whether the node of an engine that died has left as well, with the samples that are stored there."""
         service, node_id = self.group.service, self.group.reports[engine].node_id
-        if service is not None and not service.answers():  # which has the list of nodes
+        if service is not None and not service.is_responding():  # which has the list of nodes
             return False
         # Ray takes seconds to note that a node went down.
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)

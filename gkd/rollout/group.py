@@ -12,7 +12,7 @@ from typing import Any
 
 from gkd.cluster.health.fleet import Fleet
 from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
-from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.health.restarts import RestartPolicy
 from gkd.cluster.workers.colocation import SLACK_S, Colocation
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.cluster.workers.group import Group, PendingCall, fetch_samples, gather
@@ -22,7 +22,7 @@ from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.engine_group import FETCH_TIMEOUT_S, EngineGroup
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import ScorerWatch
-from gkd.types import SampleRequest, ScoredSample, TrainingSample, UnscoredSample
+from gkd.types import GenerationNotice, SampleRequest, ScoredSample, TrainingSample
 
 log = logging.getLogger("gkd")
 
@@ -30,11 +30,11 @@ log = logging.getLogger("gkd")
 class RolloutGroup:
     """Hands requests to the engines as these have places free, and keeps what they finish until it is collected.
 
-    When an engine dies, what it was doing is done again by the others, or waits. It is started again by ``again``,
-    gets the current weights from ``refresh``, and takes part once it has them; when none is left or comes back the run
-    fails. One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died. What an engine had
-    finished is not lost: samples belong to this process and stay in the object store of their node, and where that
-    has left, those that are not collected are sampled again.
+    When an engine dies, what it was doing is done again by the others, or waits. It is started again by
+    ``restart_policy``, gets the current weights from ``refresh``, and takes part once it has them; when none is left or
+    comes back the run fails. One that hangs for ``rollout.engine_timeout_s`` is ended and counts as one that died.
+    What an engine had finished is not lost: samples belong to this process and stay in the object store of their node,
+    and where that has left, those that are not collected are sampled again.
     ``scorers`` are watched meanwhile, for the engines and for ``clients`` of this process, by model. ``require`` raises
     what else ends the run while it waits here.
     """
@@ -47,12 +47,14 @@ class RolloutGroup:
         colocation: Colocation | None = None,
         followers: Sequence[PendingCall] = (),
         require: Callable[[], None] = lambda: None,
-        again: StartAgain | None = None,
+        restart_policy: RestartPolicy | None = None,
         clients: Mapping[str, ScoringClient] | None = None,
     ) -> None:
         self.config, self.colocation, self._require = config, colocation or Colocation(), require
         limit = config.rollout.engine_timeout_s
-        self.engines = EngineGroup(group, limit, scorers or ScorerWatch({}, Fleet()), followers, again, clients or {})
+        self.engines = EngineGroup(
+            group, limit, scorers or ScorerWatch({}, Fleet()), followers, restart_policy, clients or {}
+        )
         self.queue_file: QueueFile | None = None
         """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None
@@ -161,7 +163,7 @@ class RolloutGroup:
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
-        self.engines.look()
+        self.engines.poll()
         self._hand_out()
         self._require()
         came, died = self.engines.collect(deadline, calls)
@@ -169,14 +171,14 @@ class RolloutGroup:
             self.lose(engine, failure)
         for engine, samples in came.items():
             for sample in samples:
-                if isinstance(sample, UnscoredSample):
+                if isinstance(sample, GenerationNotice):
                     self._dispatcher.mark_generated(engine, sample.key)
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
         for engine, failure in self.engines.find_hanging(self._dispatcher.at_work).items():
             self.lose(engine, failure)
         if self.queue_file is not None:
-            self.queue_file.look(self._queues)
+            self.queue_file.write_if_due(self._queues)
 
     def _queues(self) -> Queues:
         engines = range(len(self.group))

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from gkd.cluster.workers.activity import HERE
-from gkd.cluster.workers.failure import WorkerHangs
+from gkd.cluster.workers.failure import WorkerHung
 from gkd.errors import RunFailed, one_line
 from gkd.inference.engine import InferenceEngine
 from gkd.types import Sample, SampleRequest
@@ -38,7 +38,7 @@ class EngineLoop:
     def call(self, run: Callable[[], Result], activity: str) -> Result:
         """Have ``run`` called between two steps; returns what it returns, raises what it raises.
 
-        Raises WorkerHangs where the thread does not come to ``activity`` within ``weights.timeout_s``, and what is
+        Raises WorkerHung where the thread does not come to ``activity`` within ``weights.timeout_s``, and what is
         made of the loop's end where it ends before.
         """
         done: Future[Result] = Future()
@@ -57,7 +57,7 @@ class EngineLoop:
         try:
             return done.result(self._timeout_s)
         except TimeoutError:
-            raise WorkerHangs(
+            raise WorkerHung(
                 f"rollout rank {self._rank} did not {activity} within {self._timeout_s:g} s (weights.timeout_s)"
             ) from None
         finally:
@@ -65,14 +65,14 @@ class EngineLoop:
                 self._called.pop(done, None)
 
     def _failure_of(self, activity: str, end: BaseException) -> BaseException:
-        if isinstance(end, WorkerHangs):
+        if isinstance(end, WorkerHung):
             return end
         return RunFailed(f"rollout rank {self._rank} cannot {activity}: its engine ended with {one_line(end)}")
 
     def serve(self, step: Callable[[], None], busy: Callable[[], bool]) -> None:
         """Do ``step`` after ``step`` while the engine is ``busy``, and what was submitted before each of them.
 
-        Ends with what a step or a command raises; WorkerHangs where a process of the engine's has died.
+        Ends with what a step or a command raises; WorkerHung where a process of the engine's has died.
         """
         try:
             while True:
@@ -97,5 +97,5 @@ class EngineLoop:
     def _cause_of(self, error: BaseException) -> BaseException:
         """Return why the engine failed with ``error``: that one, unless a process of the engine's has died."""
         if isinstance(error, Exception) and self._engine.has_lost_process():
-            return WorkerHangs(f"rollout rank {self._rank} lost a process of its engine: {one_line(error)}")
+            return WorkerHung(f"rollout rank {self._rank} lost a process of its engine: {one_line(error)}")
         return error

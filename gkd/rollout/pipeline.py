@@ -14,12 +14,12 @@ import numpy as np
 from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import one_line
-from gkd.inference.requests import Rate, Score
+from gkd.inference.requests import RateRequest, ScoreRequest
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, require_finite
 from gkd.rewards.reward_model import tokens_of
-from gkd.rollout.outbox import Scored
+from gkd.rollout.output_queue import SampleAndArrays
 from gkd.scoring.client import ScoringClient
 from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
 
@@ -47,7 +47,11 @@ class ScoringPipeline:
     """
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, deliver: Callable[[list[Scored] | BaseException], None]
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        deliver: Callable[[list[SampleAndArrays] | BaseException], None],
     ) -> None:
         self._config, self.rank, self._deliver = config, rank, deliver
         self._groups: dict[int, list[_Pending]] = {}  # that are not whole, by the key of their first sample
@@ -133,10 +137,10 @@ class ScoringPipeline:
         prompt, scoring = sample.request.prompt, sample.request.scoring
         if scoring.top_k is not None:
             ids, spans = with_prompt(sample, prompt.teacher_prompt_ids)
-            score = Score(ids, spans, scoring.top_k, scoring.temperature)
+            score = ScoreRequest(ids, spans, scoring.top_k, scoring.temperature)
             pending.models["teacher"] = self._clients[teacher_of(prompt)].submit(score)
         if scoring.reference:
-            score = Score(sample.token_ids, sample.spans, 0, sample.request.sampling.temperature)
+            score = ScoreRequest(sample.token_ids, sample.spans, 0, sample.request.sampling.temperature)
             pending.models["reference"] = self._clients["reference"].submit(score)
 
     def _score_by_rewards(self, pending: _Pending) -> None:
@@ -146,7 +150,7 @@ class ScoringPipeline:
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
             after_prompt = sample.token_ids[len(prompt.token_ids) :]
-            rate = Rate(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
+            rate = RateRequest(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
             for name in self._config.reward.functions_scored_by("reward_model"):
                 pending.rewards[name] = self._rate(rate)
         pending.completion = Completion(
@@ -165,7 +169,7 @@ class ScoringPipeline:
         )
         pending.rewards |= self._rewards.submit(pending.completion)
 
-    def _rate(self, rate: Rate) -> Future[Timed]:
+    def _rate(self, rate: RateRequest) -> Future[Timed]:
         """Return the reward model's reward and how long it took to come."""
         started, timed = time.monotonic(), Future[Timed]()
 
@@ -184,7 +188,7 @@ class ScoringPipeline:
         failures = [error for error in (future.exception() for future in models) if error is not None]
         self._deliver(failures[0] if failures else [self._combine(own) for own in group])
 
-    def _combine(self, pending: _Pending) -> Scored:
+    def _combine(self, pending: _Pending) -> SampleAndArrays:
         sample = pending.sample
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}

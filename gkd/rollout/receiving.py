@@ -1,4 +1,4 @@
-"""New weights at one engine: pieces that come from the actor's ranks, loaded between the engine's steps."""
+"""New weights at one engine: buckets that come from the actor's ranks, loaded between the engine's steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gkd.errors import RunFailed
 from gkd.rollout.loop import EngineLoop
 from gkd.rollout.sampler import Sampler
 from gkd.weights.delivery import Arrivals, Push
-from gkd.weights.transfer import Piece, Receiver
+from gkd.weights.transfer import Bucket, Receiver
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class WeightLoader:
-    """Loads pushes into the engine of ``sampler``, which samples nothing from the first piece of one to the last.
+    """Loads pushes into the engine of ``sampler``, which samples nothing from the first bucket of one to the last.
 
     Threads of ranks and of the driver call it; ``loop`` runs what touches the engine.
     """
@@ -29,34 +29,34 @@ class WeightLoader:
         self._in_flight = config.schedule.in_flight
         self._settings, self._transfer = config.weights, config.weights.transfer_class
         self._receiver: Receiver | None = None
-        """What receives in this process, from the first piece on."""
+        """What receives in this process, from the first bucket on."""
         self._arriving = threading.Lock()
         self._arrivals: Arrivals | None = None
 
     def pause(self, version: int) -> None:
-        """Finish what is being sampled, unless weights are loaded in flight; sample no more until all pieces of
+        """Finish what is being sampled, unless weights are loaded in flight; sample no more until all buckets of
         ``version`` are loaded.
         """
         self._loop.call(self._hold, f"become idle for weights version {version}")
 
-    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> int:
-        """Load the next piece of new weights once the engine computes nothing. Called by ranks of the actor.
+    def load_bucket(self, push: Push, bucket: Bucket, n_senders: int) -> int:
+        """Load the next bucket of new weights once the engine computes nothing. Called by ranks of the actor.
 
         Each of ``n_senders`` sends a part of it; returns when the whole is loaded, the version that the engine serves
-        then. From the first piece to the last it does not sample. Raises WorkerHangs past the deadline.
+        then. From the first bucket to the last it does not sample. Raises WorkerHung past the deadline.
         """
         self._arrivals_of(push).load(
-            piece, n_senders, lambda whole: self._loop.call(lambda: self.load(whole), f"load {whole}")
+            bucket, n_senders, lambda whole: self._loop.call(lambda: self.load(whole), f"load {whole}")
         )
         return self._sampler.engine.version
 
     def receive(self, push: Push) -> int:
-        """Wait until all pieces of a push are loaded; returns the version that the engine serves then."""
+        """Wait until all buckets of a push are loaded; returns the version that the engine serves then."""
         self._arrivals_of(push).wait()
         return self._sampler.engine.version
 
     def count_arrived(self) -> tuple[int, int]:
-        """Return how many pieces of the newest push have come, and how many of them are loaded."""
+        """Return how many buckets of the newest push have come, and how many of them are loaded."""
         return (0, 0) if self._arrivals is None else self._arrivals.progress()
 
     def join_group(self, address: str, engines: Sequence[int], workers: int) -> None:
@@ -65,23 +65,23 @@ class WeightLoader:
         self._loop.call(lambda: self._sampler.engine.join(address, offset, world), "join the actor's group")
 
     @record_activity("load weights")
-    def load(self, piece: Piece) -> None:
-        """Load a whole piece, on the engine's thread."""
-        if piece.number == 0:
+    def load(self, bucket: Bucket) -> None:
+        """Load a whole bucket, on the engine's thread."""
+        if bucket.number == 0:
             self._hold()
         if self._transfer.gpu_to_gpu:  # the engine's own processes receive, on their GPUs
-            self._sampler.engine.receive_weights(piece)
+            self._sampler.engine.receive_weights(bucket)
         else:
-            self._sampler.engine.load_weights(piece, self._receive(piece))
-        if piece.last:
-            self._sampler.release(piece.version)
+            self._sampler.engine.load_weights(bucket, self._receive(bucket))
+        if bucket.last:
+            self._sampler.release(bucket.version)
 
-    def _receive(self, piece: Piece) -> dict[str, Tensor]:
+    def _receive(self, bucket: Bucket) -> dict[str, Tensor]:
         if self._receiver is None:
             import torch  # which engines of one's own may do without
 
             self._receiver = self._transfer.receiver(self._settings, torch.device("cpu"))
-        return self._receiver.receive(piece)
+        return self._receiver.receive(bucket)
 
     def _hold(self) -> None:
         self._sampler.hold(self._in_flight)
@@ -92,5 +92,5 @@ class WeightLoader:
             if self._arrivals is None or self._arrivals.push.number < push.number:
                 self._arrivals = Arrivals(push)
             if self._arrivals.push.number > push.number:
-                raise RunFailed(f"rollout rank {self._rank}: a piece came of a push that is over")
+                raise RunFailed(f"rollout rank {self._rank}: a bucket came of a push that is over")
             return self._arrivals

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.requests import Refused
-from gkd.rollout.outbox import Outbox
-from gkd.rollout.own_answers import own_answer
+from gkd.inference.requests import RequestRejected
+from gkd.rollout.dataset_answers import make_dataset_sample
+from gkd.rollout.output_queue import OutputQueue
 from gkd.types import Sample, SampleRequest
 
 
@@ -22,11 +22,11 @@ class Sampler:
         self,
         engine: InferenceEngine[SampleRequest, Sample],
         spec: EngineSpec,
-        outbox: Outbox,
+        output_queue: OutputQueue,
         score: Callable[[Sample], None],
     ) -> None:
         self.engine, self._rank, self._eos_ids = engine, spec.rank, spec.model.eos_ids
-        self._outbox, self.score = outbox, score
+        self._output_queue, self.score = output_queue, score
         self._in_engine = 0  # requests
         self._waiting: list[SampleRequest] = []  # that came while held
         self._asleep = False
@@ -47,12 +47,12 @@ class Sampler:
             self._waiting += requests
             return
         if self._asleep:
-            raise RunFailed(f"rollout rank {self._rank} was asked to sample while its memory was others'")
-        self._outbox.accept(requests)
+            raise RunFailed(f"rollout rank {self._rank} was to sample while its memory was others'")
+        self._output_queue.accept(requests)
         for request in requests:
-            if request.own_answer and request.prompt.answer_ids is not None:
-                self._outbox.put_generated([request.key])
-                self.score(own_answer(request, request.prompt.answer_ids, self._eos_ids, self.engine.version))
+            if request.from_dataset and request.prompt.answer_ids is not None:
+                self._output_queue.put_generated([request.key])
+                self.score(make_dataset_sample(request, request.prompt.answer_ids, self._eos_ids, self.engine.version))
                 continue
             try:
                 self.engine.add(request.key, request)
@@ -65,9 +65,9 @@ class Sampler:
     def step(self) -> None:
         """Have the engine work for a moment. Raises RunFailed for a request that it cannot take on after all."""
         finished = self.engine.step()
-        self._outbox.put_generated([key for key, _ in finished])
+        self._output_queue.put_generated([key for key, _ in finished])
         for _, sample in finished:
-            if isinstance(sample, Refused):
+            if isinstance(sample, RequestRejected):
                 raise RunFailed(f"rollout rank {self._rank} cannot sample: {sample.message}")
             self._in_engine -= 1
             self.score(sample)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from gkd.types import TrainingSample, UnscoredSample
+from gkd.types import GenerationNotice, TrainingSample
 
 GET_TIMEOUT_S = 30.0
 """For what is on this node already."""
@@ -27,14 +27,14 @@ class SampleStream:
         self.items = items
         """What ``ray.wait`` is to wait for before :meth:`take`, unless the stream is late."""
         self._arrays: Any = None  # reference to ScoredSamples whose TrainingSamples have not come
-        self._late: Future[list[TrainingSample | UnscoredSample]] | None = None  # those, on their way
+        self._late: Future[list[TrainingSample | GenerationNotice]] | None = None  # those, on their way
 
     @property
     def is_late(self) -> bool:
         """Whether samples are on their way; :meth:`take` is then to be called without anything to wait for."""
         return self._late is not None
 
-    def take(self) -> list[TrainingSample | UnscoredSample]:
+    def take(self) -> list[TrainingSample | GenerationNotice]:
         """Return what the engine has finished, often nothing yet; never waits.
 
         The arrays come first, so that samples are whole ones. Raises what ended the stream, or StopIteration.
@@ -55,10 +55,10 @@ class SampleStream:
         self._late = item.future()
         return []
 
-    def _complete(self, samples: list[TrainingSample | UnscoredSample]) -> list[TrainingSample | UnscoredSample]:
+    def _complete(self, samples: list[TrainingSample | GenerationNotice]) -> list[TrainingSample | GenerationNotice]:
         arrays, self._arrays, self._late = self._arrays, None, None
         slots = count()
         return [
-            sample if isinstance(sample, UnscoredSample) else replace(sample, ref=arrays, slot=next(slots))
+            sample if isinstance(sample, GenerationNotice) else replace(sample, ref=arrays, slot=next(slots))
             for sample in samples
         ]

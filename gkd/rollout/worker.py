@@ -8,31 +8,31 @@ from typing import Any
 
 from gkd.cluster.workers.activity import report_here
 from gkd.config import Config
-from gkd.inference.engine import EngineSpec, InferenceEngine, Span
+from gkd.inference.engine import EngineSpec, InferenceEngine, NodeSpan
 from gkd.rollout.loop import EngineLoop
-from gkd.rollout.outbox import Outbox
+from gkd.rollout.output_queue import OutputQueue
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.rollout.receiving import WeightLoader
 from gkd.rollout.sampler import Sampler
-from gkd.types import Sample, SampleRequest, ScoredSample, TrainingSample, UnscoredSample
+from gkd.types import GenerationNotice, Sample, SampleRequest, ScoredSample, TrainingSample
 
 
 class RolloutWorker:
     """Puts together what a rollout worker consists of: requests go to ``sampler``, which runs on the thread of
-    ``loop``, its samples to ``pipeline``, scored to ``outbox``, and new weights come to ``weights``.
+    ``loop``, its samples to ``pipeline``, scored to ``output_queue``, and new weights come to ``weights``.
 
     The driver calls methods of ``pipeline`` and ``weights`` by their names there, such as ``weights.pause``. The thread
     that built the worker calls :meth:`serve`; everything else may be called from other threads.
     """
 
-    def __init__(self, config: Config, spec: EngineSpec, span: Span | None = None) -> None:
+    def __init__(self, config: Config, spec: EngineSpec, span: NodeSpan | None = None) -> None:
         self.config, self.rank = config, spec.rank
         self.engine: InferenceEngine[SampleRequest, Sample] = config.rollout.engine_class(replace(spec, span=span))
         self._cache_bytes: int | None = self.engine.cache_bytes()
-        self.outbox = Outbox(config.rollout.slots)
-        self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank, self.outbox.put)
+        self.output_queue = OutputQueue(config.rollout.slots)
+        self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank, self.output_queue.put)
         self.loop = EngineLoop(self.engine, spec.rank, config.weights.timeout_s)
-        self.sampler = Sampler(self.engine, spec, self.outbox, self.pipeline.submit)
+        self.sampler = Sampler(self.engine, spec, self.output_queue, self.pipeline.submit)
         self.weights = WeightLoader(config, spec.rank, self.loop, self.sampler)
 
     def cache_bytes(self) -> int | None:
@@ -47,11 +47,11 @@ class RolloutWorker:
         self.loop.submit(lambda: self.sampler.add(requests))
 
     def sleep(self) -> None:
-        """Give the engine's memory back once it is idle. Raises WorkerHangs past the deadline."""
+        """Give the engine's memory back once it is idle. Raises WorkerHung past the deadline."""
         self.loop.call(self.sampler.sleep, "go to sleep")
 
     def wake(self, weights_only: bool) -> None:
-        """Take it again; ``weights_only``: as far as new weights need. Raises WorkerHangs past the deadline."""
+        """Take it again; ``weights_only``: as far as new weights need. Raises WorkerHung past the deadline."""
         self.loop.call(lambda: self.sampler.wake(weights_only), "wake up")
 
     def progress(self) -> tuple[int, int]:
@@ -67,16 +67,16 @@ class RolloutWorker:
         try:
             self.loop.serve(self.sampler.step, self.sampler.has_unfinished_requests)
         except BaseException as error:
-            self.outbox.put(error)
+            self.output_queue.put(error)
             raise
         finally:
             self.pipeline.close()
 
-    def stream_samples(self) -> Iterator[list[ScoredSample] | list[TrainingSample | UnscoredSample]]:
-        """Yield scored samples as they come; as :meth:`gkd.rollout.outbox.Outbox.batches`."""
-        return self.outbox.batches()
+    def stream_samples(self) -> Iterator[list[ScoredSample] | list[TrainingSample | GenerationNotice]]:
+        """Yield scored samples as they come; as :meth:`gkd.rollout.output_queue.OutputQueue.batches`."""
+        return self.output_queue.batches()
 
 
-def rollout_follower(config: Config, spec: EngineSpec, span: Span) -> Any:
+def rollout_follower(config: Config, spec: EngineSpec, span: NodeSpan) -> Any:
     """Return the part on a further node of the engine that a RolloutWorker with these arguments leads."""
     return config.rollout.engine_class.follow(replace(spec, span=span))

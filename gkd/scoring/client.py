@@ -11,16 +11,16 @@ from typing import overload
 
 from gkd.errors import ConfigError
 from gkd.inference.requests import (
-    Generate,
-    Rate,
+    GenerateRequest,
+    RateRequest,
     Request,
-    Score,
+    ScoreRequest,
     ScorerUnavailable,
 )
 from gkd.scoring import wire
 from gkd.scoring.address import Key, host_of
-from gkd.scoring.dispatch import Dispatcher, Patience
-from gkd.scoring.replica import Call
+from gkd.scoring.dispatch import Dispatcher, RetryPolicy
+from gkd.scoring.replica import PendingRequest
 from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
 
@@ -62,9 +62,11 @@ class ScoringClient:
         self._tokenizer_hash, self._top_k, self._max_length = tokenizer_hash, top_k, max_length
         self._vocabulary, self._timeout_s, self._scorer = vocabulary, request_timeout_s, scorer
         self._ids, self._absent = count(), frozenset(absent)
-        patience = Patience(request_timeout_s, max_attempts, heartbeat_s, scorer)
+        retry_policy = RetryPolicy(request_timeout_s, max_attempts, heartbeat_s, scorer)
         largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
-        self._dispatcher = Dispatcher(list(dict.fromkeys(addresses)), key, patience, n_clients, largest, self._check)
+        self._dispatcher = Dispatcher(
+            list(dict.fromkeys(addresses)), key, retry_policy, n_clients, largest, self._check
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -101,23 +103,23 @@ class ScoringClient:
         self._dispatcher.expect(name, within_s, address)
 
     @overload
-    def submit(self, request: Score) -> Future[Target]: ...
+    def submit(self, request: ScoreRequest) -> Future[Target]: ...
     @overload
-    def submit(self, request: Generate) -> Future[Int32]: ...
+    def submit(self, request: GenerateRequest) -> Future[Int32]: ...
     @overload
-    def submit(self, request: Rate) -> Future[float]: ...
+    def submit(self, request: RateRequest) -> Future[float]: ...
     def submit(self, request: Request) -> Future[Target] | Future[Int32] | Future[float]:
         """Send a request; never blocks. The arrays of the answer cannot be written to.
 
-        The future fails with ScorerRefused when the model cannot answer this request (too long, a token it does
+        The future fails with ScorerRejected when the model cannot answer this request (too long, a token it does
         not know, ...), with ScorerUnavailable when no replica answered, with ConfigError when a replica that has
         come (back) does not fit the student, and with RunFailed when the client was closed.
         """
-        if isinstance(request, Score) and request.vocabulary is None and self._vocabulary is not None:
+        if isinstance(request, ScoreRequest) and request.vocabulary is None and self._vocabulary is not None:
             request = replace(request, vocabulary=self._vocabulary)
-        call = Call(next(self._ids), request, Future(), time.monotonic())
-        self._dispatcher.submit(call)
-        return call.future
+        pending = PendingRequest(next(self._ids), request, Future(), time.monotonic())
+        self._dispatcher.submit(pending)
+        return pending.future
 
     def close(self) -> None:
         """End the client's thread and its connections; requests under way fail with RunFailed."""
@@ -139,7 +141,7 @@ class ScoringClient:
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
         if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
             raise ConfigError(
-                f"K={k} is wanted (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
+                f"K={k} is needed (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
                 f"({section}.max_top_k)"
             )
         if self._max_length is not None and self._max_length > welcome.max_length:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gkd.errors import RunFailed
-from gkd.inference.requests import Limits, Refused, Request, Score
-from gkd.scoring.connections import MIB, Bounds, Connection
+from gkd.inference.requests import Limits, Request, RequestRejected, ScoreRequest
+from gkd.scoring.connections import MIB, ClientLimits, Connection
 
 MAX_QUEUED = 16_384  # requests of one client
-CHATTER_BYTES = MIB  # answers to greetings and heartbeats, and refusals, that one client may leave unread
+CHATTER_BYTES = MIB  # answers to greetings and heartbeats, and rejections, that one client may leave unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class QueuedRequest:
     ) -> QueuedRequest:
         """Queue ``request`` for an engine with ``limits``."""
         rows, width = 0, 0
-        if isinstance(request, Score):
+        if isinstance(request, ScoreRequest):
             rows, width = request.n_positions, limits.width(request)
         return QueuedRequest(client, id, deadline, request, request_bytes + 1024, 1024 + rows * (8 + 8 * width))
 
@@ -76,8 +76,8 @@ class Clients:
     ``expired`` is called with jobs whose time is over, from within :meth:`take`.
     """
 
-    def __init__(self, bounds: Bounds, expired: Callable[[QueuedRequest], None]) -> None:
-        self._bounds, self._expired = bounds, expired
+    def __init__(self, client_limits: ClientLimits, expired: Callable[[QueuedRequest], None]) -> None:
+        self._limits, self._expired = client_limits, expired
         self._clients: dict[bytes, _ClientQueue] = {}
         self._order: deque[bytes] = deque()  # clients with requests
         self._changed = threading.Condition()
@@ -103,15 +103,20 @@ class Clients:
             self._changed.notify_all()
 
     def put(self, job: QueuedRequest) -> None:
-        """Queue a request. Raises Refused ("busy") where the client has too much in the queue already."""
-        bounds = self._bounds
+        """Queue a request. Raises RequestRejected ("busy") where the client has too much in the queue already."""
+        client_limits = self._limits
         with self._changed:
             client = self._clients[job.client]
             queued = client.queued + job.request_bytes
-            crowded = sum(c.queued for c in self._clients.values()) + job.request_bytes > bounds.queued_bytes_in_all
-            most = min(bounds.queued_bytes, bounds.queued_bytes_in_all // len(self._clients) if crowded else queued)
+            crowded = (
+                sum(c.queued for c in self._clients.values()) + job.request_bytes > client_limits.queued_bytes_in_all
+            )
+            most = min(
+                client_limits.queued_bytes,
+                client_limits.queued_bytes_in_all // len(self._clients) if crowded else queued,
+            )
             if client.queue and (queued > most or len(client.queue) >= MAX_QUEUED):
-                raise Refused("busy", f"{len(client.queue)} of this client's requests are waiting already")
+                raise RequestRejected("busy", f"{len(client.queue)} of this client's requests are waiting already")
             if not client.queue:
                 self._order.append(job.client)
             client.queue.append(job)
@@ -143,8 +148,8 @@ class Clients:
             client = self._clients[id]
             job = client.queue[0]
             held = client.owed + client.unread_bytes
-            full = held + job.answer_bytes > self._bounds.unread_bytes
-            crowded = in_all + job.answer_bytes > self._bounds.unread_bytes_in_all
+            full = held + job.answer_bytes > self._limits.unread_bytes
+            crowded = in_all + job.answer_bytes > self._limits.unread_bytes_in_all
             if job.deadline > now and held > 0 and (full or crowded):
                 self._order.append(id)
                 passed += 1
@@ -185,7 +190,7 @@ class Clients:
                 client.measure(now)
             self._changed.notify_all()
         for client in clients:
-            if (client.unread_bytes and now - client.moved > self._bounds.unread_s) or client.chatter > CHATTER_BYTES:
+            if (client.unread_bytes and now - client.moved > self._limits.unread_s) or client.chatter > CHATTER_BYTES:
                 yield client.connection, "unread"
 
     def drain(self) -> list[QueuedRequest]:

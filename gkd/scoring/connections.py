@@ -30,7 +30,7 @@ _COUNTER = struct.Struct("=Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ClientLimits:
     """What a server has for its clients. Past ``connections`` the peer that has been silent the longest is cut off.
 
     Peers are also cut off that have not greeted ``greeting_s`` after they connected, have been silent for ``silent_s``,
@@ -84,7 +84,7 @@ class Connection:
         """Bytes that came since the last message."""
         return self._counter(_BYTES_RECEIVED) - self._received_at_message
 
-    def message_came(self, now: float) -> None:
+    def note_message(self, now: float) -> None:
         """Count from here."""
         self.last_message_at, self._received_at_message = now, self._counter(_BYTES_RECEIVED)
 
@@ -109,11 +109,11 @@ class Connection:
         return int(_COUNTER.unpack_from(info, offset)[0])
 
 
-def _descriptors(wanted: int) -> int:
-    """Ask for ``wanted`` descriptors; returns how many this process may have open."""
+def _raise_descriptor_limit(n_descriptors: int) -> int:
+    """Have at least ``n_descriptors`` descriptors allowed; returns how many this process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        soft = min(wanted, hard)
+    if soft < n_descriptors:
+        soft = min(n_descriptors, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return soft
 
@@ -121,14 +121,14 @@ def _descriptors(wanted: int) -> int:
 class Connections:
     """The connections of ``router``, a ROUTER socket that is not bound yet. All of it is used by one thread."""
 
-    def __init__(self, router: Any, bounds: Bounds, largest_request: int, unread_messages: int) -> None:
+    def __init__(self, router: Any, client_limits: ClientLimits, largest_request: int, unread_messages: int) -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         self.monitor = router.get_monitor_socket(events)
-        self._bounds = bounds
-        self._partial_bytes = bounds.partial_bytes + (1 + unread_messages) * largest_request
+        self._limits = client_limits
+        self._partial_bytes = client_limits.partial_bytes + (1 + unread_messages) * largest_request
         self._by_fd: dict[int, Connection] = {}
         # Each takes two descriptors; half of all are left to the engine.
-        self._most = min(bounds.connections, _descriptors(4 * bounds.connections) // 4)
+        self._most = min(client_limits.connections, _raise_descriptor_limit(4 * client_limits.connections) // 4)
 
     def __len__(self) -> int:
         return len(self._by_fd)
@@ -163,15 +163,17 @@ class Connections:
 
     def find_overdrawn(self, now: float) -> Iterator[tuple[Connection, str]]:
         """Yield connections that are silent, or send what has no end, with what they do."""
-        bounds = self._bounds
+        client_limits = self._limits
         alive = [c for c in self._by_fd.values() if not c.is_cut]
         partial = {c: c.partial_bytes for c in alive}
         for connection in alive:
-            if now - connection.last_message_at > (bounds.greeting_s if connection.client is None else bounds.silent_s):
+            if now - connection.last_message_at > (
+                client_limits.greeting_s if connection.client is None else client_limits.silent_s
+            ):
                 yield connection, "silent"
             elif partial[connection] > self._partial_bytes:
                 yield connection, "endless"
-        if sum(partial.values()) > bounds.partial_bytes_in_all:
+        if sum(partial.values()) > client_limits.partial_bytes_in_all:
             yield max(alive, key=lambda c: partial[c]), "endless"
 
     def close(self) -> None:

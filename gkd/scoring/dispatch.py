@@ -13,17 +13,25 @@ from typing import Any
 import zmq
 
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.requests import SAMPLE_CODES, Generate, Rate, Refused, Score, ScorerRefused, ScorerUnavailable
+from gkd.inference.requests import (
+    SAMPLE_CODES,
+    GenerateRequest,
+    RateRequest,
+    RequestRejected,
+    ScoreRequest,
+    ScorerRejected,
+    ScorerUnavailable,
+)
 from gkd.scoring import wire
 from gkd.scoring.address import Key
-from gkd.scoring.replica import BUSY_S, Call, Replica
+from gkd.scoring.replica import BUSY_S, PendingRequest, Replica
 from gkd.scoring.wakeup import Wakeup
 
 TICK_MS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long the client of ``scorer`` waits; see config.Teacher."""
 
     request_timeout_s: float
@@ -40,7 +48,7 @@ class Patience:
 class Dispatcher:
     """Owns the sockets. ``check`` raises ConfigError for a welcome that does not fit the student.
 
-    Every future handed to :meth:`submit` ends: with an answer, or with ScorerRefused, ScorerUnavailable,
+    Every future handed to :meth:`submit` ends: with an answer, or with ScorerRejected, ScorerUnavailable,
     ConfigError (a replica does not fit) or RunFailed (the thread died, or the client was closed).
     """
 
@@ -48,37 +56,39 @@ class Dispatcher:
         self,
         addresses: Sequence[str],
         key: Key,
-        patience: Patience,
+        retry_policy: RetryPolicy,
         n_clients: int,
         largest_reply: int,
         check: Callable[[str, wire.Welcome], None],
     ) -> None:
-        self._patience, self._check = patience, check
+        self._retry_policy, self._check = retry_policy, check
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.replicas = [
-            Replica(address, self._context, key, patience.heartbeat_s, n_clients, largest_reply, patience.scorer)
+            Replica(
+                address, self._context, key, retry_policy.heartbeat_s, n_clients, largest_reply, retry_policy.scorer
+            )
             for address in addresses
         ]
         self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
-        self._inbox: deque[Call] = deque()
-        self._calls: dict[int, Call] = {}
-        self._waiting: deque[Call] = deque()
+        self._inbox: deque[PendingRequest] = deque()
+        self._pending: dict[int, PendingRequest] = {}
+        self._waiting: deque[PendingRequest] = deque()
         self._progress = time.monotonic()
         self._end: Exception | None = None
         self._lock, self._wakeup, self._closing = threading.Lock(), Wakeup(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="scoring-client", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call) -> None:
-        """Take a call on; its future ends in any case. From any thread."""
-        call.future.set_running_or_notify_cancel()
+    def submit(self, pending: PendingRequest) -> None:
+        """Take a request on; its future ends in any case. From any thread."""
+        pending.future.set_running_or_notify_cancel()
         with self._lock:
             if self._end is None:
-                self._inbox.append(call)
+                self._inbox.append(pending)
                 self._wakeup.set()
                 return
-        call.future.set_exception(self._end)
+        pending.future.set_exception(self._end)
 
     def expect(self, name: str, within_s: float, address: str) -> None:
         """Wait for the replica ``name``, which is away, at least ``within_s`` from now, at ``address``.
@@ -99,20 +109,20 @@ class Dispatcher:
         self._thread.join(5)
 
     def _run(self) -> None:
-        end: Exception = RunFailed(f"the {self._patience.scorer}'s client was closed")
+        end: Exception = RunFailed(f"the {self._retry_policy.scorer}'s client was closed")
         try:
             while not self._closing.is_set():
                 self._work()
         except ConfigError as error:
             end = error
         except Exception as error:
-            end = RunFailed(f"the {self._patience.scorer}'s client failed: {type(error).__name__}: {error}")
+            end = RunFailed(f"the {self._retry_policy.scorer}'s client failed: {type(error).__name__}: {error}")
             end.__cause__ = error
         finally:
             with self._lock:
                 self._end = end
-            left = [*self._calls.values(), *self._inbox]
-            for future in [*(call.future for call in left), *self.welcomes.values()]:
+            left = [*self._pending.values(), *self._inbox]
+            for future in [*(pending.future for pending in left), *self.welcomes.values()]:
                 if not future.done():
                     future.set_exception(end)
             self._context.destroy(linger=0)
@@ -121,9 +131,9 @@ class Dispatcher:
     def _work(self) -> None:
         self._poll()
         while self._inbox:
-            call = self._inbox.popleft()
-            self._calls[call.id] = call
-            self._waiting.append(call)
+            pending = self._inbox.popleft()
+            self._pending[pending.id] = pending
+            self._waiting.append(pending)
         # All that has arrived comes first: this thread may have been kept from running for longer than any deadline.
         for replica in self.replicas:
             self._receive(replica)
@@ -165,102 +175,102 @@ class Dispatcher:
                     self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
                 self._lose(replica, "was restarted")
-            case wire.Scored() | wire.Generated() | wire.Rated():
+            case wire.ScoreReply() | wire.GenerateReply() | wire.RateReply():
                 self._accept_answer(replica, body, arrays)
             case wire.Error():
                 self._accept_error(replica, body)
 
     def _accept_answer(
-        self, replica: Replica, body: wire.Scored | wire.Generated | wire.Rated, arrays: list[wire.Array]
+        self, replica: Replica, body: wire.ScoreReply | wire.GenerateReply | wire.RateReply, arrays: list[wire.Array]
     ) -> None:
-        call = self._calls.get(body.id)
-        if call is None:
+        pending = self._pending.get(body.id)
+        if pending is None:
             self.counts["late"] += 1
             replica.abandoned.discard(body.id)
             return
         answer: Any
-        if isinstance(body, wire.Scored) and isinstance(call.request, Score):
+        if isinstance(body, wire.ScoreReply) and isinstance(pending.request, ScoreRequest):
             answer = wire.decode_target(body, arrays)
-            shape = (call.request.n_positions, replica.limits.width(call.request))
+            shape = (pending.request.n_positions, replica.limits.width(pending.request))
             if answer.ids.shape != shape:
                 raise wire.WireError(f"scores of shape {answer.ids.shape} where {shape} were requested")
-            if answer.tail_logprobs is None and 0 < shape[1] < replica.limits.rows(call.request):
+            if answer.tail_logprobs is None and 0 < shape[1] < replica.limits.rows(pending.request):
                 raise wire.WireError(f"scores of the top {shape[1]} without their tail")
-        elif isinstance(body, wire.Generated) and isinstance(call.request, Generate):
+        elif isinstance(body, wire.GenerateReply) and isinstance(pending.request, GenerateRequest):
             answer = arrays[0]
-        elif isinstance(body, wire.Rated) and isinstance(call.request, Rate):
+        elif isinstance(body, wire.RateReply) and isinstance(pending.request, RateRequest):
             answer = body.value
         else:
-            raise wire.WireError(f"{type(body).__name__} as an answer to {type(call.request).__name__}")
-        self._finish(call)
+            raise wire.WireError(f"{type(body).__name__} as an answer to {type(pending.request).__name__}")
+        self._finish(pending)
         replica.abandoned.clear()  # it works, so what it has not answered was lost on the way
         self._progress = time.monotonic()
-        call.future.set_result(answer)
+        pending.future.set_result(answer)
 
     def _accept_error(self, replica: Replica, body: wire.Error) -> None:
         if body.id is None:
             raise wire.WireError(f"it could not read a request: {body.message}")
-        call = self._calls.get(body.id)
-        if call is not None and body.code in SAMPLE_CODES:
-            self._finish(call)
+        pending = self._pending.get(body.id)
+        if pending is not None and body.code in SAMPLE_CODES:
+            self._finish(pending)
             self._progress = time.monotonic()
-            call.future.set_exception(ScorerRefused(body.code, body.message, self._patience.scorer))
+            pending.future.set_exception(ScorerRejected(body.code, body.message, self._retry_policy.scorer))
         elif body.code == "stopping":
             self._lose(replica, "is stopping")
-        elif body.code == "busy" and body.id in replica.outstanding and call is not None:
+        elif body.code == "busy" and body.id in replica.outstanding and pending is not None:
             # Nothing is wrong with either; it is sent again, and this was no attempt.
             del replica.outstanding[body.id]
             self.counts["busy"] += 1
             replica.busy_until = time.monotonic() + BUSY_S
-            call.attempts -= 1
-            self._waiting.appendleft(call)
-        elif replica.outstanding.pop(body.id, None) is not None and call is not None:
-            self._try_again(call, f"{body.code}: {body.message}")
+            pending.attempts -= 1
+            self._waiting.appendleft(pending)
+        elif replica.outstanding.pop(body.id, None) is not None and pending is not None:
+            self._try_again(pending, f"{body.code}: {body.message}")
         replica.abandoned.discard(body.id)
 
-    def _finish(self, call: Call) -> None:
-        """Forget a call that has ended, wherever it is."""
-        del self._calls[call.id]
+    def _finish(self, pending: PendingRequest) -> None:
+        """Forget a request that has ended, wherever it is."""
+        del self._pending[pending.id]
         for replica in self.replicas:
-            replica.outstanding.pop(call.id, None)
-        if call in self._waiting:  # answered late, before it was sent again
-            self._waiting.remove(call)
+            replica.outstanding.pop(pending.id, None)
+        if pending in self._waiting:  # answered late, before it was sent again
+            self._waiting.remove(pending)
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """Put a replica out; its requests go to the others at once."""
-        calls = list(replica.outstanding.values())
+        requests = list(replica.outstanding.values())
         self.counts["lost"] += replica.welcome is not None
         replica.reset(time.monotonic())
-        for call in reversed(calls):
-            self._try_again(call, reason)
+        for pending in reversed(requests):
+            self._try_again(pending, reason)
 
     def _expire(self, replica: Replica, now: float) -> None:
-        for call in [c for c in replica.outstanding.values() if c.deadline <= now]:
-            del replica.outstanding[call.id]
-            replica.abandoned.add(call.id)
-            self._try_again(call, "no answer")
+        for pending in [c for c in replica.outstanding.values() if c.deadline <= now]:
+            del replica.outstanding[pending.id]
+            replica.abandoned.add(pending.id)
+            self._try_again(pending, "no answer")
 
-    def _try_again(self, call: Call, reason: str) -> None:
-        assert call.replica is not None, "a call that was never sent cannot fail"
-        call.history.append(f"{call.replica.address} {reason} ({time.monotonic() - call.sent:.1f} s)")
-        if call.attempts < self._patience.max_attempts:
+    def _try_again(self, pending: PendingRequest, reason: str) -> None:
+        assert pending.replica is not None, "a request that was never sent cannot fail"
+        pending.history.append(f"{pending.replica.address} {reason} ({time.monotonic() - pending.sent:.1f} s)")
+        if pending.attempts < self._retry_policy.max_attempts:
             self.counts["retried"] += 1
-            self._waiting.appendleft(call)
+            self._waiting.appendleft(pending)
         else:
-            self._fail(call, f"{call.attempts} attempts ({self._patience.section}.max_attempts)")
+            self._fail(pending, f"{pending.attempts} attempts ({self._retry_policy.section}.max_attempts)")
 
-    def _fail(self, call: Call, why: str) -> None:
-        self._finish(call)
-        waited = time.monotonic() - call.submitted
-        history = "; ".join(call.history) or "never sent"
-        scorer = self._patience.scorer
-        call.future.set_exception(
+    def _fail(self, pending: PendingRequest, why: str) -> None:
+        self._finish(pending)
+        waited = time.monotonic() - pending.submitted
+        history = "; ".join(pending.history) or "never sent"
+        scorer = self._retry_policy.scorer
+        pending.future.set_exception(
             ScorerUnavailable(f"no answer from the {scorer} after {waited:.1f} s, {why}: {history}")
         )
 
     def _give_up(self, now: float) -> None:
         """Fail what waits when there is nobody to send it to, or when nothing has been answered for too long."""
-        limit = self._patience.request_timeout_s
+        limit = self._retry_policy.request_timeout_s
         if all(replica.welcome is None for replica in self.replicas):
             out = ", ".join(f"{r.address} out for {now - r.out_since:.1f} s" for r in self.replicas)
             # What is expected back has its own time, and after that as much as one that went out then.
@@ -268,53 +278,55 @@ class Dispatcher:
             stale = [c for c in self._waiting if now - max(since, c.submitted) > limit]
             why = f"all replicas are out ({out})"
         else:
-            limit *= self._patience.max_attempts
+            limit *= self._retry_policy.max_attempts
             stale = [c for c in self._waiting if now - max(self._progress, c.submitted) > limit]
             why = f"nothing has been answered for {now - self._progress:.1f} s"
-        for call in stale:
-            self._fail(call, why)
+        for pending in stale:
+            self._fail(pending, why)
 
     def _send_waiting(self, now: float) -> None:
-        kept: list[Call] = []
-        chosen: dict[Replica, list[tuple[Call, bytes]]] = {}
+        kept: list[PendingRequest] = []
+        chosen: dict[Replica, list[tuple[PendingRequest, bytes]]] = {}
         while self._waiting and any(replica.has_room for replica in self.replicas):
-            call = self._waiting.popleft()
-            if (replica := self._replica_for(call)) is None:
-                kept.append(call)
-            elif (frame := self._frame_for(call, replica)) is not None:
-                replica.outstanding[call.id] = call
-                chosen.setdefault(replica, []).append((call, frame))
-        for replica, calls in chosen.items():
-            kept += self._send(replica, calls, now)
+            pending = self._waiting.popleft()
+            if (replica := self._replica_for(pending)) is None:
+                kept.append(pending)
+            elif (frame := self._frame_for(pending, replica)) is not None:
+                replica.outstanding[pending.id] = pending
+                chosen.setdefault(replica, []).append((pending, frame))
+        for replica, requests in chosen.items():
+            kept += self._send(replica, requests, now)
         self._waiting.extendleft(reversed(kept))
 
-    def _replica_for(self, call: Call) -> Replica | None:
+    def _replica_for(self, pending: PendingRequest) -> Replica | None:
         """Return the least busy replica, another than the last time if there is one; None where none has room."""
         answering = [replica for replica in self.replicas if replica.welcome is not None]
-        others = [replica for replica in answering if replica is not call.replica] or answering
+        others = [replica for replica in answering if replica is not pending.replica] or answering
         free = [replica for replica in others if replica.has_room]
         return min(free, key=lambda r: r.load) if free else None
 
-    def _frame_for(self, call: Call, replica: Replica) -> bytes | None:
-        """Return the message of a call; None where no server takes it, which the call then fails with."""
-        frame = wire.encode_request(call.id, self._patience.request_timeout_s, call.request)
+    def _frame_for(self, pending: PendingRequest, replica: Replica) -> bytes | None:
+        """Return the message of a request; None where no server takes it, which it then fails with."""
+        frame = wire.encode_request(pending.id, self._retry_policy.request_timeout_s, pending.request)
         try:
-            replica.check(call.request, len(frame))
-        except Refused as refused:
-            del self._calls[call.id]
-            call.future.set_exception(ScorerRefused(refused.code, refused.message, self._patience.scorer))
+            replica.check(pending.request, len(frame))
+        except RequestRejected as rejected:
+            del self._pending[pending.id]
+            pending.future.set_exception(ScorerRejected(rejected.code, rejected.message, self._retry_policy.scorer))
             return None
         return frame
 
-    def _send(self, replica: Replica, calls: Sequence[tuple[Call, bytes]], now: float) -> list[Call]:
-        """Send what goes to one replica, as few messages as it takes; returns the calls that cannot be sent now."""
-        left = deque(call for call, _ in calls)
-        for frames in replica.pack([frame for _, frame in calls]):
+    def _send(
+        self, replica: Replica, requests: Sequence[tuple[PendingRequest, bytes]], now: float
+    ) -> list[PendingRequest]:
+        """Send what goes to one replica, as few messages as it takes; returns the requests that cannot be sent now."""
+        left = deque(pending for pending, _ in requests)
+        for frames in replica.pack([frame for _, frame in requests]):
             if not replica.send(wire.pack(frames)):
                 break
-            for call in [left.popleft() for _ in frames]:
-                call.attempts, call.sent, call.replica = call.attempts + 1, now, replica
-                call.deadline = now + self._patience.request_timeout_s
-        for call in left:
-            del replica.outstanding[call.id]
+            for pending in [left.popleft() for _ in frames]:
+                pending.attempts, pending.sent, pending.replica = pending.attempts + 1, now, replica
+                pending.deadline = now + self._retry_policy.request_timeout_s
+        for pending in left:
+            del replica.outstanding[pending.id]
         return list(left)

@@ -1,8 +1,8 @@
 """The server's side of the wire: a ROUTER socket with a thread of its own, and a queue towards the engine.
 
-The thread answers handshakes and heartbeats at once, also while the engine is busy, and refuses at once what no engine
+The thread answers handshakes and heartbeats at once, also while the engine is busy, and rejects at once what no engine
 could answer. What the engine can do waits in the queue with the moment after which nobody wants the answer any more.
-Only peers with the key get as far as sending; what each of them may take up is bounded all the same (see Bounds).
+Only peers with the key get as far as sending; what each of them may take up is bounded all the same (see ClientLimits).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import zmq
 
 from gkd.data.rendering import Rendering
 from gkd.errors import ConfigError
-from gkd.inference.requests import Code, Limits, Refused
+from gkd.inference.requests import Code, Limits, RequestRejected
 from gkd.scoring import wire
 from gkd.scoring.address import Key, endpoint, secure_server
 from gkd.scoring.clients import Clients, QueuedRequest
-from gkd.scoring.connections import MIB, Bounds, Connection, Connections
+from gkd.scoring.connections import MIB, ClientLimits, Connection, Connections
 from gkd.scoring.wakeup import Wakeup
-from gkd.scoring.zap import Gatekeeper
+from gkd.scoring.zap import Authenticator
 
 UNREAD_MESSAGES = 16  # of one client in ZeroMQ before it stops reading from the network
 MESSAGES_AT_ONCE = 256
@@ -48,21 +48,23 @@ class Frontend:
         host: str,
         port: int,
         key: Key,
-        bounds: Bounds,
+        client_limits: ClientLimits,
         rendering: Rendering | None,
     ) -> None:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
         self._rendering = rendering
-        self._clients = Clients(bounds, self._refuse_expired)
+        self._clients = Clients(client_limits, self._reject_expired)
         # Who gets it, the message, and the job that the engine took where it is the answer to one.
-        self._outbox: deque[tuple[bytes, bytes, QueuedRequest | None]] = deque()
+        self._outgoing: deque[tuple[bytes, bytes, QueuedRequest | None]] = deque()
         self._wakeup, self._closing = Wakeup(), threading.Event()
         self._next_tick = 0.0
         self._context = zmq.Context()
-        self._gatekeeper = Gatekeeper(self._context, key)
-        self._socket = _router(self._context, host, key, wire.largest_request(limits.max_length), bounds)
-        self._connections = Connections(self._socket, bounds, wire.largest_request(limits.max_length), UNREAD_MESSAGES)
+        self._authenticator = Authenticator(self._context, key)
+        self._socket = _router(self._context, host, key, wire.largest_request(limits.max_length), client_limits)
+        self._connections = Connections(
+            self._socket, client_limits, wire.largest_request(limits.max_length), UNREAD_MESSAGES
+        )
         try:
             self.address = endpoint(host, _bind(self._socket, host, port))
         except ConfigError:
@@ -73,7 +75,7 @@ class Frontend:
 
     def take(self, room: int, timeout_s: float) -> list[QueuedRequest]:
         """Take up to ``room`` jobs, one of each client in turn; waits ``timeout_s`` for the first. Expired ones are
-        refused.
+        rejected.
 
         Raises RunFailed when the thread has died.
         """
@@ -81,10 +83,10 @@ class Frontend:
 
     def reply(self, answers: Sequence[tuple[QueuedRequest, bytes]]) -> None:
         """Send the answers to jobs that were taken; those to one client that follow each other go together."""
-        self._outbox.extend([(job.client, frame, job) for job, frame in answers])
+        self._outgoing.extend([(job.client, frame, job) for job, frame in answers])
         self._wakeup.set()
 
-    def refuse(self, job: QueuedRequest, code: Code, message: str) -> None:
+    def reject(self, job: QueuedRequest, code: Code, message: str) -> None:
         """Answer a job that was taken with an error."""
         self.counts[code] += 1
         self.reply([(job, wire.encode(wire.Error(job.id, code, message[:4096])))])
@@ -94,18 +96,18 @@ class Frontend:
         if self._closing.is_set():
             return
         for job in self._clients.drain():
-            self._refuse_queued(job, code, message)
+            self._reject_queued(job, code, message)
         self._closing.set()
         self._wakeup.set()
         self._thread.join(5)
         self._release()
 
-    def _refuse_expired(self, job: QueuedRequest) -> None:
-        self._refuse_queued(job, "expired", "its deadline passed while it waited for the engine")
+    def _reject_expired(self, job: QueuedRequest) -> None:
+        self._reject_queued(job, "expired", "its deadline passed while it waited for the engine")
 
-    def _refuse_queued(self, job: QueuedRequest, code: Code, message: str) -> None:
+    def _reject_queued(self, job: QueuedRequest, code: Code, message: str) -> None:
         self.counts[code] += 1
-        self._outbox.append((job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None))
+        self._outgoing.append((job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None))
         self._wakeup.set()
 
     def _release(self) -> None:
@@ -117,16 +119,16 @@ class Frontend:
     def _run(self) -> None:
         try:
             poller = zmq.Poller()
-            for source in (self._socket, self._wakeup.fileno(), self._gatekeeper.socket, self._connections.monitor):
+            for source in (self._socket, self._wakeup.fileno(), self._authenticator.socket, self._connections.monitor):
                 poller.register(source, zmq.POLLIN)
             while not self._closing.is_set():
                 poller.poll(int(TICK_S * 1000))
                 self._wakeup.clear()
-                self._gatekeeper.answer()
+                self._authenticator.answer()
                 self._notice()
                 self._send()
                 self._receive()
-                self._police(time.monotonic())
+                self._enforce_limits(time.monotonic())
             self._send()
             self._await_readers()
         except BaseException as error:  # the engine's thread raises it from take()
@@ -146,7 +148,7 @@ class Frontend:
             if connection.client is not None:
                 self._clients.forget(connection.client)
 
-    def _police(self, now: float) -> None:
+    def _enforce_limits(self, now: float) -> None:
         """Cut off peers that are silent, that read nothing, or whose message has no end."""
         if now < self._next_tick:
             return
@@ -163,11 +165,11 @@ class Frontend:
             self._clients.forget(connection.client)
 
     def _send(self) -> None:
-        while self._outbox:
-            client = self._outbox[0][0]
+        while self._outgoing:
+            client = self._outgoing[0][0]
             frames: list[bytes] = []
-            while self._outbox and self._outbox[0][0] == client:
-                _, frame, job = self._outbox.popleft()
+            while self._outgoing and self._outgoing[0][0] == client:
+                _, frame, job = self._outgoing.popleft()
                 if self._clients.count_out(client, len(frame), job):
                     frames.append(frame)
                 else:
@@ -205,7 +207,7 @@ class Frontend:
         connection = self._connections.find(fd)
         if connection is None or connection.is_cut:
             return  # it has gone already
-        connection.message_came(time.monotonic())
+        connection.note_message(time.monotonic())
         if connection.client is not None and connection.client != client:
             # One of the two is a peer that has gone, whose descriptor the other has now.
             self._clients.forget(connection.client)
@@ -216,7 +218,7 @@ class Frontend:
             return
         answers = self._answers(client, message.bytes)
         if answers:
-            self._outbox.extend([(client, wire.encode(answer), None) for answer in answers])
+            self._outgoing.extend([(client, wire.encode(answer), None) for answer in answers])
             self._send()
 
     def _answers(self, client: bytes, frame: bytes) -> list[wire.Message]:
@@ -249,11 +251,11 @@ class Frontend:
                     return None
             raise wire.WireError(f"{type(body).__name__} is not for a server")
         except wire.WireError as error:
-            refused = Refused("bad_request", str(error))
-        except Refused as error:
-            refused = error
-        self.counts[refused.code] += 1
-        return wire.Error(id, refused.code, refused.message[:4096])
+            rejected = RequestRejected("bad_request", str(error))
+        except RequestRejected as error:
+            rejected = error
+        self.counts[rejected.code] += 1
+        return wire.Error(id, rejected.code, rejected.message[:4096])
 
     def _welcome(self) -> wire.Welcome:
         limits = self.limits
@@ -263,13 +265,13 @@ class Frontend:
         )  # fmt: skip
 
 
-def _router(context: Any, host: str, key: Key, largest_request: int, bounds: Bounds) -> Any:
+def _router(context: Any, host: str, key: Key, largest_request: int, client_limits: ClientLimits) -> Any:
     """Open a ROUTER socket, not bound yet. What it holds for clients to read is counted in bytes, not by it."""
     socket = context.socket(zmq.ROUTER)
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, UNREAD_MESSAGES
     socket.router_mandatory = True  # a reply that cannot be delivered is counted, not lost in silence
     socket.maxmsgsize = largest_request
-    socket.handshake_ivl = int(bounds.greeting_s * 1000)
+    socket.handshake_ivl = int(client_limits.greeting_s * 1000)
     socket.rcvbuf = MIB
     socket.ipv6 = ":" in host
     secure_server(socket, key)

@@ -87,7 +87,9 @@ def _read_rendering(teacher: Teacher, tokenizer: Any) -> Rendering:
         if other != rendering:
             raise ConfigError(f"teacher.server_ip: the teachers at {first} and {address} are prompted differently")
     if rendering is None:
-        raise ConfigError(f"the teacher at {first} does not say how it is prompted: set teacher.chat_template=student")
+        raise ConfigError(
+            f"the teacher at {first} does not state how it is prompted: set teacher.chat_template=student"
+        )
     return rendering
 
 

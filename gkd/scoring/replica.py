@@ -25,7 +25,7 @@ OVERBOOKED = 2
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class PendingRequest:
     """A request under way. ``deadline`` and ``replica`` are of its latest attempt, ``history`` of earlier ones."""
 
     id: int
@@ -64,7 +64,7 @@ class Replica:
         self._n_clients, self._largest_reply, self._scorer = n_clients, largest_reply, scorer
         self.busy_until = 0.0
         self.welcome: wire.Welcome | None = None
-        self.outstanding: dict[int, Call] = {}
+        self.outstanding: dict[int, PendingRequest] = {}
         # Requests that were given up here, and that the server may still be working on.
         self.abandoned: set[int] = set()
         self.out_since = time.monotonic()
@@ -124,7 +124,7 @@ class Replica:
         self.socket = self._open()
 
     def check(self, request: Request, size: int) -> None:
-        """Raise Refused for what is so long, ``size`` bytes, that the server would hang up instead of answering."""
+        """Raise RequestRejected for what is so long, ``size`` bytes, that the server would hang up and not answer."""
         if size > wire.largest_request(self.limits.max_length):
             self.limits.check(request)
 

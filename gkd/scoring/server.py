@@ -14,11 +14,11 @@ from gkd.cluster.workers.activity import HERE
 from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed
 from gkd.inference.engine import InferenceEngine
-from gkd.inference.requests import Code, Refused
+from gkd.inference.requests import Code, RequestRejected
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.clients import QueuedRequest
-from gkd.scoring.connections import Bounds
+from gkd.scoring.connections import ClientLimits
 from gkd.scoring.frontend import Frontend
 
 IDLE_POLL_S = 0.05
@@ -30,8 +30,8 @@ class ScoringServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
     Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
-    Whoever has ``key`` is served, within ``bounds``; ``rendering`` is part of the handshake. Raises ConfigError where
-    the address cannot be bound.
+    Whoever has ``key`` is served, within ``client_limits``; ``rendering`` is part of the handshake. Raises ConfigError
+    where the address cannot be bound.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class ScoringServer:
         port: int,
         key: Key,
         *,
-        bounds: Bounds = Bounds(),  # noqa: B008 (it cannot change)
+        client_limits: ClientLimits = ClientLimits(),  # noqa: B008 (it cannot change)
         rendering: Rendering | None = None,
     ) -> None:
         self._engine = engine
-        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, bounds, rendering)
+        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, client_limits, rendering)
         self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False
@@ -68,7 +68,7 @@ class ScoringServer:
         return self._n_steps, len(self._jobs)
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is refused.
+        """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is rejected.
 
         Raises RunFailed when the engine fails, after an answer to every client that waits.
         """
@@ -85,7 +85,7 @@ class ScoringServer:
         finally:
             self._ended = True
             for job in self._jobs.values():
-                self._frontend.refuse(job, code, message)
+                self._frontend.reject(job, code, message)
             self._jobs.clear()
             self._frontend.close(code, message)
 
@@ -156,8 +156,8 @@ class ScoringServer:
         replies: list[tuple[QueuedRequest, bytes]] = []
         for key, answer in answers:
             job = self._jobs.pop(key)
-            if isinstance(answer, Refused):
-                self._frontend.refuse(job, answer.code, answer.message)
+            if isinstance(answer, RequestRejected):
+                self._frontend.reject(job, answer.code, answer.message)
             else:
                 self._frontend.counts["answered"] += 1
                 replies.append((job, wire.encode_answer(job.id, answer)))

@@ -59,10 +59,10 @@ def _require_one_engine(teacher: Teacher) -> str:
     if teacher.n_workers > teacher.tensor_parallel_size:
         raise ConfigError(
             f"a server has one engine of teacher.tensor_parallel_size={teacher.tensor_parallel_size} GPUs, and "
-            f"{teacher.n_workers} are asked for: start one server for each engine, on ports of their own"
+            f"{teacher.n_workers} are requested: start one server for each engine, on ports of their own"
         )
     if teacher.chat_template is not None:
-        raise ConfigError("teacher.chat_template is for runs: a server says what its model's tokenizer has")
+        raise ConfigError("teacher.chat_template is for runs: a server has that of its model's tokenizer")
     if teacher.nodes_an_engine > 1:
         raise ConfigError("a server's engine is on one machine: teacher.across_nodes is for a run's own teachers")
     return teacher.model.path

@@ -11,8 +11,8 @@ import ray
 
 from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.health.heartbeat import Heartbeat
-from gkd.cluster.health.restarts import Restarts, StartAgain, return_text
-from gkd.cluster.workers.failure import WorkerHangs, explain
+from gkd.cluster.health.restarts import RestartPolicy, Restarts, return_text
+from gkd.cluster.workers.failure import WorkerHung, explain
 from gkd.cluster.workers.group import Group, PendingCall
 from gkd.errors import ConfigError, RunFailed
 
@@ -24,7 +24,7 @@ class ScorerModel:
     """One model that scores: its replicas' workers, where these listen, and what is known of them.
 
     ``addresses`` change where a replica is started on another node. ``request_timeout_s`` of its clients;
-    ``start_timeout_s`` a replica has to come back, by ``again``.
+    ``start_timeout_s`` a replica has to come back, by ``restart_policy``.
     """
 
     group: Group
@@ -32,7 +32,7 @@ class ScorerModel:
     addresses: list[str]
     request_timeout_s: float
     start_timeout_s: float
-    again: StartAgain | None = None
+    restart_policy: RestartPolicy | None = None
 
 
 class ExpectedReplica(NamedTuple):
@@ -76,7 +76,9 @@ class ScorerWatch:
         for model, its in models.items():
             fleet.add(model, len(its.group))
             heartbeat = Heartbeat(its.group, its.request_timeout_s)
-            replicas = _Replicas(its, its.group, heartbeat, Restarts(fleet, model, its.again), tuple(its.addresses))
+            replicas = _Replicas(
+                its, its.group, heartbeat, Restarts(fleet, model, its.restart_policy), tuple(its.addresses)
+            )
             replicas.calls = {ref: member for member, ref in enumerate(its.serving.refs)}
             self._models[model] = replicas
 
@@ -105,7 +107,7 @@ class ScorerWatch:
         if isinstance(failure, ConfigError):
             raise failure
         replicas = self._models[model]
-        if isinstance(failure, WorkerHangs):
+        if isinstance(failure, WorkerHung):
             replicas.group.end(member)
         replicas.calls = {call: its for call, its in replicas.calls.items() if its != member}
         then = replicas.restarts.lose(member)
@@ -116,7 +118,7 @@ class ScorerWatch:
         LOG.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
         self._expect(model, member, replicas.of.start_timeout_s)
 
-    def look(self) -> list[ExpectedReplica]:
+    def poll(self) -> list[ExpectedReplica]:
         """Take back replicas that were started again, and end those that hang; to be called every second or so.
 
         Returns what clients are to wait for that was not returned before. Raises as :meth:`lose`.
@@ -151,7 +153,7 @@ class ScorerWatch:
         for member in hanging:
             section = model.partition(":")[0]
             text = f"{replicas.group.reports[member]} has done nothing for {limit:g} s ({section}.request_timeout_s)"
-            self._lose(model, member, WorkerHangs(text))
+            self._lose(model, member, WorkerHung(text))
 
     def _expect(self, model: str, member: int, within_s: float) -> None:
         its = self._models[model]

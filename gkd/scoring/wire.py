@@ -26,7 +26,7 @@ from gkd.inference import requests
 from gkd.inference.requests import Code
 from gkd.types import Float32, Int32, Target
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 MAX_PACKED_REPLIES_BYTES = MAX_REPLY_HEADER_BYTES  # which every client takes, whatever it expects
@@ -81,8 +81,9 @@ class Pong(Body, frozen=True):
 
 
 class ScoreMessage(Body, frozen=True, tag="score"):
-    """Score N positions; see requests.Score. Arrays: tokens int32 [L], spans int32 [S, 2], a start and a stop each.
+    """Score N positions; see requests.ScoreRequest.
 
+    Arrays: tokens int32 [L], spans int32 [S, 2], a start and a stop each.
     ``remaining_s``: seconds from its arrival within which the answer is of use.
     """
 
@@ -93,7 +94,7 @@ class ScoreMessage(Body, frozen=True, tag="score"):
     vocabulary: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
 
-class Scored(Body, frozen=True):
+class ScoreReply(Body, frozen=True, tag="score_reply"):
     """The answer. Arrays: token_logprobs float32 [N], ids int32 [N, K], logprobs float32 [N, K], tail_logprobs
     float32 [N], or [0] where there is no tail.
     """
@@ -110,7 +111,7 @@ class GenerateMessage(Body, frozen=True, tag="generate"):
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
 
 
-class Generated(Body, frozen=True):
+class GenerateReply(Body, frozen=True, tag="generate_reply"):
     """The answer. Array: response int32 [R]."""
 
     id: _Id
@@ -123,7 +124,7 @@ class RateMessage(Body, frozen=True, tag="rate"):
     remaining_s: _Seconds
 
 
-class Rated(Body, frozen=True):
+class RateReply(Body, frozen=True, tag="rate_reply"):
     """The answer; it may not be a finite number."""
 
     id: _Id
@@ -139,15 +140,15 @@ class Error(Body, frozen=True):
 
 
 AnyRequest: TypeAlias = ScoreMessage | GenerateMessage | RateMessage
-Message: TypeAlias = Hello | Welcome | Ping | Pong | AnyRequest | Scored | Generated | Rated | Error
+Message: TypeAlias = Hello | Welcome | Ping | Pong | AnyRequest | ScoreReply | GenerateReply | RateReply | Error
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 # Dtype and number of axes of each kind's arrays.
 _ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
     ScoreMessage: ((_INT, 1), (_INT, 2)),
-    Scored: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2), (_FLOAT, 1)),
+    ScoreReply: ((_FLOAT, 1), (_INT, 2), (_FLOAT, 2), (_FLOAT, 1)),
     GenerateMessage: ((_INT, 1),),
-    Generated: ((_INT, 1),),
+    GenerateReply: ((_INT, 1),),
     RateMessage: ((_INT, 1),),
 }
 
@@ -248,9 +249,9 @@ def largest_reply(rows: int, top_k: int) -> int:
 
 def encode_request(id: int, remaining_s: float, request: requests.Request) -> bytes:
     """Encode a request as one frame."""
-    if isinstance(request, requests.Rate):
+    if isinstance(request, requests.RateRequest):
         return encode(RateMessage(id, remaining_s), request.token_ids)
-    if isinstance(request, requests.Generate):
+    if isinstance(request, requests.GenerateRequest):
         return encode(GenerateMessage(id, remaining_s, request.max_tokens), request.prompt_ids)
     body = ScoreMessage(id, remaining_s, request.top_k, float(request.temperature), request.vocabulary)
     return encode(body, request.token_ids, np.array(request.spans, np.int32).reshape(-1, 2))
@@ -260,26 +261,28 @@ def decode_request(body: AnyRequest, arrays: Sequence[Array]) -> requests.Reques
     """Decode the request in a message. Raises WireError."""
     tokens = arrays[0]
     if isinstance(body, RateMessage):
-        return requests.Rate(tokens)
+        return requests.RateRequest(tokens)
     if isinstance(body, GenerateMessage):
-        return requests.Generate(tokens, body.max_tokens)
+        return requests.GenerateRequest(tokens, body.max_tokens)
     if arrays[1].shape[1] != 2:
         raise WireError(f"spans of {arrays[1].shape[1]} numbers each")
     spans = tuple((start, stop) for start, stop in arrays[1].tolist())
-    return requests.Score(tokens, spans, body.top_k, body.temperature, body.vocabulary)
+    return requests.ScoreRequest(tokens, spans, body.top_k, body.temperature, body.vocabulary)
 
 
 def encode_answer(id: int, answer: requests.Answer) -> bytes:
     """Encode the answer to request ``id`` as one frame."""
     if isinstance(answer, float):
-        return encode(Rated(id, answer))
+        return encode(RateReply(id, answer))
     if isinstance(answer, Target):
         tails = np.zeros(0, np.float32) if answer.tail_logprobs is None else answer.tail_logprobs
-        return encode(Scored(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs, tails)
-    return encode(Generated(id), answer)
+        return encode(
+            ScoreReply(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs, tails
+        )
+    return encode(GenerateReply(id), answer)
 
 
-def decode_target(body: Scored, arrays: Sequence[Array]) -> Target:
+def decode_target(body: ScoreReply, arrays: Sequence[Array]) -> Target:
     """Decode the target in a message. Raises WireError when its arrays do not belong together."""
     token_logprobs: Float32
     ids: Int32

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.cluster.workers.activity import report_here
-from gkd.cluster.workers.failure import WorkerHangs
+from gkd.cluster.workers.failure import WorkerHung
 from gkd.config import RewardModel, Scorer
 from gkd.config.groups import model_setting
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
-from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, Span
+from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, NodeSpan
 from gkd.scoring.address import Key
 
 
@@ -81,13 +81,13 @@ class ScoringWorker:
     def serve(self) -> None:
         """Answer requests for as long as this process lives. Raises RunFailed when the engine fails.
 
-        That is WorkerHangs where a process of the engine's has died: then a new one may do better.
+        That is WorkerHung where a process of the engine's has died: then a new one may do better.
         """
         try:
             self._server.serve(threading.Event())
         except RunFailed as failure:
             if self._engine.has_lost_process():
-                raise WorkerHangs(f"a process of an engine has died: {failure}") from failure
+                raise WorkerHung(f"a process of an engine has died: {failure}") from failure
             raise
         finally:
             self._engine.close()
@@ -96,17 +96,17 @@ class ScoringWorker:
 class TokenScorerWorker(ScoringWorker):
     """Scores tokens with the causal model in ``model_path``, a teacher or the reference."""
 
-    def __init__(self, settings: Scorer, spec: ScorerSpec, span: Span | None = None) -> None:
+    def __init__(self, settings: Scorer, spec: ScorerSpec, span: NodeSpan | None = None) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         super().__init__(settings.engine_class(_engine_spec(settings, spec, span)), spec)
 
 
-def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: Span) -> Any:
+def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: NodeSpan) -> Any:
     """Return the part on a further node of the engine that a TokenScorerWorker with these arguments leads."""
     return settings.engine_class.follow(_engine_spec(settings, spec, span))
 
 
-def _engine_spec(settings: Scorer, spec: ScorerSpec, span: Span | None) -> EngineSpec:
+def _engine_spec(settings: Scorer, spec: ScorerSpec, span: NodeSpan | None) -> EngineSpec:
     path, setting = spec.model_path, model_setting(spec.name)
     model = ModelInfo.read(path, setting, load_tokenizer(path, setting))
     model = replace(model, eos_ids=sorted({*model.eos_ids, *spec.eos_ids}))

@@ -16,7 +16,7 @@ from zmq.utils import z85
 from gkd.scoring.address import Key
 
 
-class Gatekeeper:
+class Authenticator:
     """Lets in, to the CURVE servers of one context, only peers whose public key is that of ``key``.
 
     The thread that polls ``socket`` calls :meth:`answer`. It must exist before the server's socket is bound.

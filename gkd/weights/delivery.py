@@ -1,7 +1,7 @@
-"""The pieces of a push on their way: from a rank of the actor to the workers of engines, without the driver.
+"""The buckets of a push on their way: from a rank of the actor to the workers of engines, without the driver.
 
-A rank sends each piece as soon as it is packed and packs the next one meanwhile; two pieces at most are not loaded yet.
-An engine loads them in their order. The driver makes one call to every worker, whatever the number of pieces.
+A rank sends each bucket as soon as it is packed and packs the next one meanwhile; two at most are not loaded yet.
+An engine loads them in their order. The driver makes one call to every worker, whatever the number of buckets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.errors import RunFailed
-from gkd.weights.transfer import IN_FLIGHT, Piece
+from gkd.weights.transfer import IN_FLIGHT, Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Destination:
     """The ``worker`` of engine ``engine``, a handle of Ray's, and how many ranks of the actor send it a part of each
-    piece.
+    bucket.
     """
 
     engine: int
@@ -41,9 +41,9 @@ class Destination:
 
 
 class Delivery:
-    """Sends pieces of one rank to ``destinations``. One that died or failed gets no more; the driver reads its error.
+    """Sends buckets of one rank to ``destinations``. One that died or failed gets no more; the driver reads its error.
 
-    ``served``: the versions that engines serve, by engine, which have loaded the last piece.
+    ``served``: the versions that engines serve, by engine, which have loaded the last bucket.
     """
 
     def __init__(self, push: Push, destinations: Sequence[Destination]) -> None:
@@ -52,37 +52,37 @@ class Delivery:
         self.served: dict[int, int] = {}
         self.lost: dict[int, Exception] = {}
         """What came of engines that get no more."""
-        self._flying: deque[tuple[Piece, list[tuple[Destination, Any]]]] = deque()
+        self._flying: deque[tuple[Bucket, list[tuple[Destination, Any]]]] = deque()
 
     @property
     def destinations(self) -> list[Destination]:
-        """Those that still get pieces."""
+        """Those that still get buckets."""
         return list(self._destinations)
 
     @property
     def has_receivers(self) -> bool:
-        """Whether anybody receives pieces."""
+        """Whether anybody receives buckets."""
         return bool(self._destinations)
 
-    def send(self, piece: Piece) -> None:
-        """Start sending a piece."""
-        calls = [(to, to.worker.load_piece.remote(self.push, piece, to.n_senders)) for to in self._destinations]
-        self._flying.append((piece, calls))
+    def send(self, bucket: Bucket) -> None:
+        """Start sending a bucket."""
+        calls = [(to, to.worker.load_bucket.remote(self.push, bucket, to.n_senders)) for to in self._destinations]
+        self._flying.append((bucket, calls))
 
     def make_room(self, n: int = IN_FLIGHT - 1) -> None:
-        """Wait until at most ``n`` pieces are not loaded everywhere. Raises RunFailed past the push's limit."""
+        """Wait until at most ``n`` buckets are not loaded everywhere. Raises RunFailed past the push's limit."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
         while len(self._flying) > n:
-            piece, calls = self._flying[0]
+            bucket, calls = self._flying[0]
             for to, call in calls:
                 try:
                     served = ray.get(call, timeout=self.push.limit_s)
-                    if piece.last:
+                    if bucket.last:
                         self.served[to.engine] = served
                 except GetTimeoutError:
-                    raise RunFailed(f"{piece} was not loaded within {self.push.limit_s:g} s") from None
+                    raise RunFailed(f"{bucket} was not loaded within {self.push.limit_s:g} s") from None
                 except (RayError, RunFailed) as error:  # the driver has it from the engine's own answer
                     if to in self._destinations:
                         self._destinations.remove(to)
@@ -91,18 +91,18 @@ class Delivery:
 
 
 class Arrivals:
-    """The pieces of one push at an engine, which come on several threads and are loaded in their order."""
+    """The buckets of one push at an engine, which come on several threads and are loaded in their order."""
 
     def __init__(self, push: Push) -> None:
         self.push = push
         self._changed = threading.Condition()
-        self._parts: dict[int, list[Piece]] = {}
+        self._parts: dict[int, list[Bucket]] = {}
         self._n_arrived = self._n_loaded = 0
         self._complete = False
         self._failure: BaseException | None = None
 
-    def load(self, part: Piece, n_senders: int, load: Callable[[Piece], object]) -> None:
-        """Have a piece loaded by ``load`` once all its parts are here and the pieces before it are loaded.
+    def load(self, part: Bucket, n_senders: int, load: Callable[[Bucket], object]) -> None:
+        """Have a bucket loaded by ``load`` once all its parts are here and the buckets before it are loaded.
 
         Returns when it is; raises what loading it, or one before it, raised.
         """
@@ -126,12 +126,12 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when the last piece is loaded. Raises what loading one of them raised, RunFailed past the limit."""
+        """Return when the last bucket is loaded. Raises what loading one of them raised, RunFailed past the limit."""
         with self._changed:
             self._wait(lambda: self._complete, f"weights version {self.push.version}")
 
     def progress(self) -> tuple[int, int]:
-        """Return how many pieces have arrived, and how many of these are loaded."""
+        """Return how many buckets have arrived, and how many of these are loaded."""
         with self._changed:
             return self._n_arrived, self._n_loaded
 

@@ -1,10 +1,10 @@
-"""Weights between processes on one GPU: an actor rank packs a piece, the engine there opens that memory and copies it.
+"""Weights between processes on one GPU: an actor rank packs a bucket, the engine there opens that memory and copies it.
 
 CUDA's inter-process memory. The handles, bytes and numbers in torch's own form, travel in Ray calls of this run's
 workers: who may call them is trusted, as with every other call, and nothing is read from another socket. (vLLM's
-pickled form of them, for HTTP, is not used.) The memory this takes beside the model's: the gathered tensors of a piece,
-their copy, the piece before it, and the engine's copy of that. Pieces are of weights.bucket_mb, or of the largest
-tensor where that is larger.
+pickled form of them, for HTTP, is not used.) The memory this takes beside the model's: the gathered tensors of a
+bucket, their copy, the bucket before it, and the engine's copy of that. Buckets are of weights.bucket_mb, or of the
+largest tensor where that is larger.
 
 Nothing of this has run on a GPU so far.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.errors import ConfigError, RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Piece, Place, Receiver, Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Bucket, Place, Receiver, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffer:
-    """A packed piece in the memory of the GPU ``gpu``, and the ``handle`` that one process there may open once."""
+    """A packed bucket in the memory of the GPU ``gpu``, and the ``handle`` that one process there may open once."""
 
     layout: PackedLayout
     gpu: str
@@ -41,24 +41,24 @@ class SharedBuffer:
 
 
 class IpcSender(PackingSender):
-    """Packs a piece and shares the buffer with the processes on this GPU."""
+    """Packs a bucket and shares the buffer with the processes on this GPU."""
 
     def __init__(self, settings: Weights, device: torch.device) -> None:
         _require_shareable_memory()
         super().__init__(settings, device)
 
-    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> SharedBuffer:
+    def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> SharedBuffer:
         """Return the layout of the buffer and its handle."""
         layout = self.pack_buffer(tensors)
-        return SharedBuffer(layout, *self.share())
+        return SharedBuffer(layout, *self.export_buffer())
 
-    def share(self) -> tuple[str, tuple[Any, ...]]:
+    def export_buffer(self) -> tuple[str, tuple[Any, ...]]:
         """Return the UUID of this GPU, and a handle of the packed buffer."""
         import torch
         from torch.multiprocessing import reductions
 
         torch.cuda.current_stream(self.device).synchronize()  # another process does not see this one's streams
-        _, arguments = reductions.reduce_tensor(self.packed_piece)  # type: ignore[no-untyped-call]
+        _, arguments = reductions.reduce_tensor(self.packed_bucket)  # type: ignore[no-untyped-call]
         return gpu_of(self.device), arguments
 
     def release(self, keep: int = 0) -> None:
@@ -72,14 +72,14 @@ class IpcSender(PackingSender):
 class IpcReceiver(Receiver):
     """Opens the buffer of the actor rank on the same GPU."""
 
-    def receive(self, piece: Piece) -> dict[str, Tensor]:
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return the tensors in a copy of the buffer.
 
-        A copy, because vLLM keeps what it is given until a layer is complete, and the actor packs the next piece
-        before. Raises RunFailed when no actor rank on this GPU has packed the piece.
+        A copy, because vLLM keeps what it is given until a layer is complete, and the actor packs the next bucket
+        before. Raises RunFailed when no actor rank on this GPU has packed the bucket.
         """
-        shared = buffer_on(piece, self.gpu())
-        return unpack(piece, shared.layout, self.open(shared))
+        shared = buffer_on(bucket, self.gpu())
+        return unpack(bucket, shared.layout, self.open(shared))
 
     def gpu(self) -> str:
         """Return the UUID of this process' GPU."""
@@ -122,11 +122,11 @@ class Ipc(Transfer):
         return [not gpus.isdisjoint(worker.gpu_uuids) for worker in actor]
 
 
-def buffer_on(piece: Piece, gpu: str) -> SharedBuffer:
-    """Return the buffer of a piece on ``gpu``. Raises RunFailed when no actor rank there has packed it."""
-    buffers: dict[str, SharedBuffer] = {shared.gpu: shared for shared in piece.contents}
+def buffer_on(bucket: Bucket, gpu: str) -> SharedBuffer:
+    """Return the buffer of a bucket on ``gpu``. Raises RunFailed when no actor rank there has packed it."""
+    buffers: dict[str, SharedBuffer] = {shared.gpu: shared for shared in bucket.contents}
     if gpu not in buffers:
-        raise RunFailed(f"{piece}: no actor rank on GPU {gpu} has packed it, only on {', '.join(buffers)}")
+        raise RunFailed(f"{bucket}: no actor rank on GPU {gpu} has packed it, only on {', '.join(buffers)}")
     return buffers[gpu]
 
 

@@ -1,4 +1,4 @@
-"""Weights between GPUs: actor rank 0 broadcasts every piece to all workers of all engines, over NCCL.
+"""Weights between GPUs: actor rank 0 broadcasts every bucket to all workers of all engines, over NCCL.
 
 The group is vLLM's communicator, joined by the id that actor rank 0 makes: NCCL itself opens a port in that process,
 and the id travels in Ray calls of this run's driver. (vLLM's other way to meet, a store at an agreed port, unpickles
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.errors import RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Piece, Place, Receiver, Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Bucket, Place, Receiver, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class NcclSender(PackingSender):
 
     group: Any = None
 
-    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> PackedLayout:
+    def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> PackedLayout:
         """Return the layout of the buffer, whose bytes :meth:`broadcast` sends."""
         return self.pack_buffer(tensors)
 
@@ -48,9 +48,9 @@ class NcclSender(PackingSender):
             self.group = _join(address, ROOT, world)
 
     def broadcast(self) -> None:
-        """Send the packed piece; returns when this GPU is done with it."""
-        assert self.packed_piece is not None, "a piece is sent after it was packed, by the rank that packs"
-        _broadcast(self.group, self.packed_piece)
+        """Send the packed bucket; returns when this GPU is done with it."""
+        assert self.packed_bucket is not None, "a bucket is sent after it was packed, by the rank that packs"
+        _broadcast(self.group, self.packed_bucket)
 
 
 class NcclReceiver(Receiver):
@@ -63,16 +63,16 @@ class NcclReceiver(Receiver):
         self.close()
         self.group = _join(address, rank, world)
 
-    def receive(self, piece: Piece) -> dict[str, Tensor]:
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return the tensors in the buffer that actor rank 0 broadcasts. Raises RunFailed outside of a group."""
         import torch
 
         if self.group is None:
-            raise RunFailed(f"{piece}: this engine is in no NCCL group with the actor")
-        layout: PackedLayout = piece.contents[0]
+            raise RunFailed(f"{bucket}: this engine is in no NCCL group with the actor")
+        layout: PackedLayout = bucket.contents[0]
         packed = torch.empty(layout.n_bytes, dtype=torch.uint8, device=self.device)
         _broadcast(self.group, packed)
-        return unpack(piece, layout, packed)
+        return unpack(bucket, layout, packed)
 
     def close(self) -> None:
         """Leave the group."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from gkd.errors import RunFailed
 from gkd.weights.nccl import make_unique_id, require_enabled, use_stream_apart
-from gkd.weights.shards import Meeting, ShardSource, ShardTransfer
+from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 from gkd.weights.transfer import Place
 
 MOST_RANKS = 16
@@ -35,23 +35,23 @@ class NcclM2n(ShardTransfer):
         return make_unique_id("nccl_m2n")
 
     @classmethod
-    def trainer(cls, meeting: Meeting, source: ShardSource, client: Any) -> Any:
+    def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:
         """Return vLLM's trainer engine of this rank in a new group. Raises RunFailed for what it cannot send."""
         from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo, M2NTrainerWeightTransferEngine
 
         from gkd.weights.vllm_sources import Shards
 
         info = M2NTrainerInitInfo(
-            rank=meeting.rank,
-            world_size=meeting.n_ranks + meeting.n_receivers,
-            num_trainer_ranks=meeting.n_ranks,
-            dst_mesh_dims=(meeting.n_engines, meeting.span),
-            nccl_unique_id_b64=meeting.address,
+            rank=rendezvous.rank,
+            world_size=rendezvous.n_ranks + rendezvous.n_receivers,
+            num_trainer_ranks=rendezvous.n_ranks,
+            dst_mesh_dims=(rendezvous.n_engines, rendezvous.span),
+            nccl_unique_id_b64=rendezvous.address,
         )
         try:
             with use_stream_apart():
                 engine = M2NTrainerWeightTransferEngine.trainer_init(
-                    info, client=client, source=Shards(source, meeting.n_ranks)
+                    info, client=client, source=Shards(source, rendezvous.n_ranks)
                 )
         except (ValueError, ImportError) as error:  # before anybody is met
             raise RunFailed(f"weights.transfer=nccl_m2n: {error}") from None

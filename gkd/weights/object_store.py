@@ -1,6 +1,6 @@
 """Weights through Ray's object store: works between any two processes, with or without GPUs.
 
-A piece is safetensors in an object of Ray's, which lives as long as the reference in the piece. Nothing is unpickled
+A bucket is safetensors in an object of Ray's, which lives as long as the reference in the bucket. Nothing is unpickled
 but bytes.
 """
 
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gkd.errors import RunFailed
-from gkd.weights.transfer import Piece, Receiver, Sender, Transfer
+from gkd.weights.transfer import Bucket, Receiver, Sender, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """A reference to the bytes of a piece, and their SHA-256 where ``weights.checksum`` is set."""
+class StoredBucket:
+    """A reference to the bytes of a bucket, and their SHA-256 where ``weights.checksum`` is set."""
 
     ref: Any
     sha256: str | None
 
 
 class ObjectStoreSender(Sender):
-    """Puts each piece into the object store."""
+    """Puts each bucket into the object store."""
 
-    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> StoredPiece:
+    def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> StoredBucket:
         """Return a reference to the tensors, whatever their types and shapes."""
         import numpy as np
         import ray
@@ -36,28 +36,28 @@ class ObjectStoreSender(Sender):
 
         data = save(tensors)
         digest = hashlib.sha256(data).hexdigest() if self.settings.checksum else None
-        return StoredPiece(ray.put(np.frombuffer(data, dtype=np.uint8)), digest)
+        return StoredBucket(ray.put(np.frombuffer(data, dtype=np.uint8)), digest)
 
 
 class ObjectStoreReceiver(Receiver):
-    """Fetches each piece."""
+    """Fetches each bucket."""
 
-    def receive(self, piece: Piece) -> dict[str, Tensor]:
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return the tensors. Raises RunFailed when they do not arrive within ``weights.timeout_s`` or are others."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
         from safetensors.torch import load
 
-        stored: StoredPiece = piece.contents[0]
+        stored: StoredBucket = bucket.contents[0]
         limit = self.settings.timeout_s
         try:
             data = ray.get(stored.ref, timeout=limit).tobytes()
         except GetTimeoutError:
-            raise RunFailed(f"{piece} did not arrive within {limit:g} s (weights.timeout_s)") from None
+            raise RunFailed(f"{bucket} did not arrive within {limit:g} s (weights.timeout_s)") from None
         except RayError as error:
-            raise RunFailed(f"{piece} is lost: {type(error).__name__}") from None
+            raise RunFailed(f"{bucket} is lost: {type(error).__name__}") from None
         if stored.sha256 is not None and hashlib.sha256(data).hexdigest() != stored.sha256:
-            raise RunFailed(f"{piece} differs from what was sent (SHA-256)")
+            raise RunFailed(f"{bucket} differs from what was sent (SHA-256)")
         return load(data)
 
 

@@ -1,4 +1,4 @@
-"""Weights in pieces: which tensors travel together, and how those between GPUs lie in one buffer.
+"""Weights in buckets: which tensors travel together, and how those between GPUs lie in one buffer.
 
 Everything here works on any device, and needs neither Ray nor vLLM.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gkd.errors import RunFailed
-from gkd.weights.transfer import Piece, Sender
+from gkd.weights.transfer import Bucket, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,9 @@ ALIGNMENT = 16
 _WORDS_AT_ONCE = 1 << 22
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+def split_into_buckets(
+    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Group named tensors into dictionaries of about ``bucket_bytes``; a larger tensor is one by itself.
 
     With each, whether it is the last one.
@@ -55,11 +57,10 @@ class PackedLayout:
     """Of the packed bytes, see :func:`digest`; None: not to be checked."""
 
     @classmethod
-    def from_tensors(cls, bucket: Mapping[str, Tensor]) -> PackedLayout:
-        """Return the layout of a bucket."""
-        tensors = bucket.values()
-        dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
-        return cls(tuple(bucket), dtypes, tuple(tuple(t.shape) for t in tensors))
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> PackedLayout:
+        """Return the layout of the tensors of a bucket."""
+        dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in tensors.values())
+        return cls(tuple(tensors), dtypes, tuple(tuple(t.shape) for t in tensors.values()))
 
     def places(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
         """Return every tensor's name, type and shape, and where in the buffer it begins and ends, bytes."""
@@ -82,24 +83,24 @@ def _align(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def pack(layout: PackedLayout, bucket: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Return the tensors of ``bucket``, one after the other in a new buffer of bytes."""
+def pack(layout: PackedLayout, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Return ``tensors``, one after the other in a new buffer of bytes."""
     import torch
 
     packed = torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device)
     for name, dtype, shape, start, end in layout.places():
-        packed[start:end].view(dtype).view(shape).copy_(bucket[name])
+        packed[start:end].view(dtype).view(shape).copy_(tensors[name])
     return packed
 
 
-def unpack(piece: Piece, layout: PackedLayout, packed: Tensor) -> dict[str, Tensor]:
-    """Return the tensors in a buffer, without copying it. Raises RunFailed when it is not the buffer of ``piece``."""
+def unpack(bucket: Bucket, layout: PackedLayout, packed: Tensor) -> dict[str, Tensor]:
+    """Return the tensors in a buffer, without copying it. Raises RunFailed when it is not the buffer of ``bucket``."""
     import torch
 
     if packed.dtype != torch.uint8 or packed.shape != (layout.n_bytes,):
-        raise RunFailed(f"{piece}: {tuple(packed.shape)} {packed.dtype} came instead of {layout.n_bytes} bytes")
+        raise RunFailed(f"{bucket}: {tuple(packed.shape)} {packed.dtype} came instead of {layout.n_bytes} bytes")
     if layout.digest is not None and digest(packed) != layout.digest:
-        raise RunFailed(f"{piece} differs from what was sent (weights.checksum)")
+        raise RunFailed(f"{bucket} differs from what was sent (weights.checksum)")
     return {name: packed[start:end].view(dtype).view(shape) for name, dtype, shape, start, end in layout.places()}
 
 
@@ -122,19 +123,19 @@ def digest(packed: Tensor) -> tuple[int, int]:
 
 
 class PackingSender(Sender):
-    """Packs each piece into one buffer on the sender's device."""
+    """Packs each bucket into one buffer on the sender's device."""
 
     def __init__(self, settings: Weights, device: torch.device) -> None:
         super().__init__(settings, device)
         self._held: deque[Tensor] = deque()
 
     @property
-    def packed_piece(self) -> Tensor | None:
-        """The bytes of the piece that was packed last, while they are held."""
+    def packed_bucket(self) -> Tensor | None:
+        """The bytes of the bucket that was packed last, while they are held."""
         return self._held[-1] if self._held else None
 
     def pack_buffer(self, tensors: Mapping[str, Tensor]) -> PackedLayout:
-        """Pack ``tensors`` into :attr:`packed_piece`; returns their layout.
+        """Pack ``tensors`` into :attr:`packed_bucket`; returns their layout.
 
         It has a digest where weights.checksum is set.
         """

@@ -1,4 +1,4 @@
-"""The weights of one rank of the actor, handed out piece by piece."""
+"""The weights of one rank of the actor, handed out bucket by bucket."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Delivery
-from gkd.weights.packing import buckets
-from gkd.weights.transfer import IN_FLIGHT, Piece, Sender
+from gkd.weights.packing import split_into_buckets
+from gkd.weights.transfer import IN_FLIGHT, Bucket, Sender
 
 Named = Iterator[tuple[str, Tensor]]
 
 
 class Publisher:
-    """Gathers the weights in pieces of ``weights.bucket_mb`` and has the transfer's sender pack them.
+    """Gathers the weights in buckets of ``weights.bucket_mb`` and has the transfer's sender pack them.
 
     ``tensors`` begins to gather the current weights, by the names of the model's files; gathering is a collective, so
     :meth:`send` is called on all ranks alike.
@@ -31,9 +31,9 @@ class Publisher:
         self._buckets: Iterator[tuple[dict[str, Tensor], bool]] = iter(())
 
     def send(self, delivery: Delivery) -> None:
-        """Send all pieces of the current weights, each as soon as it is packed. A collective.
+        """Send all buckets of the current weights, each as soon as it is packed. A collective.
 
-        A rank whose pieces nobody receives, or nobody any more, takes part in gathering; so does one that cannot send,
+        A rank whose buckets nobody receives, or nobody any more, takes part in gathering; so does one that cannot send,
         which raises why at the end.
         """
         failure: Exception | None = None
@@ -45,42 +45,42 @@ class Publisher:
                     delivery.make_room()
             except RunFailed as error:
                 failure, packs = error, False
-            piece = self.pack(delivery.push.version, number, packs)
+            bucket = self.pack(delivery.push.version, number, packs)
             try:
                 if packs:
-                    self._hand_over(piece, delivery)
+                    self._hand_over(bucket, delivery)
             except Exception as error:
                 failure = error
-            last, number = piece.last, number + 1
+            last, number = bucket.last, number + 1
         if failure is not None:
             self.sender.release()
             raise failure
         delivery.make_room(0)
         self.sender.release()
 
-    def _hand_over(self, piece: Piece, delivery: Delivery) -> None:
-        delivery.send(piece)
+    def _hand_over(self, bucket: Bucket, delivery: Delivery) -> None:
+        delivery.send(bucket)
         if self._collective:
             self.sender.broadcast()
 
-    def pack(self, version: int, number: int, packs: bool) -> Piece:
-        """Gather the next piece of ``version``, the one before the last being loaded everywhere; 0 begins a push.
+    def pack(self, version: int, number: int, packs: bool) -> Bucket:
+        """Gather the next bucket of ``version``, the one before the last being loaded everywhere; 0 begins a push.
 
-        A rank that does not pack takes part in gathering and keeps nothing; its piece has no content.
+        A rank that does not pack takes part in gathering and keeps nothing; its bucket has no content.
         """
         self.sender.release(keep=IN_FLIGHT - 1 if packs and number else 0)
         self._packs = packs
         if number == 0:
-            self._buckets = buckets(self._gather(), self.settings.bucket_mb << 20)
-        bucket, last = next(self._buckets)
-        if last:  # what gathered the pieces holds the last tensor
+            self._buckets = split_into_buckets(self._gather(), self.settings.bucket_mb << 20)
+        tensors, last = next(self._buckets)
+        if last:  # what gathered the buckets holds the last tensor
             self._buckets = iter(())
-        piece = Piece(version, number, last)
+        bucket = Bucket(version, number, last)
         if not packs:
-            return piece
-        content = self.sender.pack(bucket, piece)
-        bucket.clear()  # what was gathered is not needed beside its copy
-        return Piece(version, number, last, (content,))
+            return bucket
+        content = self.sender.pack(tensors, bucket)
+        tensors.clear()  # what was gathered is not needed beside its copy
+        return Bucket(version, number, last, (content,))
 
     def _gather(self) -> Named:
         for name, tensor in self._tensors():

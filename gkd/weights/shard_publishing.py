@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gkd.config import Weights
 from gkd.weights.delivery import Delivery
-from gkd.weights.shards import Meeting, ShardSource, ShardTransfer
+from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
 
 class ShardPublisher:
@@ -26,14 +26,14 @@ class ShardPublisher:
 
     def send(self, delivery: Delivery) -> None:
         """Send the current weights. A collective. Raises RunFailed where an engine did not take them."""
-        meeting, engines = self._meeting(delivery)
-        if meeting is None:
+        rendezvous, engines = self._rendezvous(delivery)
+        if rendezvous is None:
             self._engine.client.begin(delivery)
         else:
-            self._connect(meeting, engines, delivery)
+            self._connect(rendezvous, engines, delivery)
         self._engine.send_weights()
 
-    def _meeting(self, delivery: Delivery) -> tuple[Meeting | None, tuple[int, ...]]:
+    def _rendezvous(self, delivery: Delivery) -> tuple[Rendezvous | None, tuple[int, ...]]:
         """Return whom to meet, and the engines' ranks; None where all are met. Rank 0 broadcasts it."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if ranks > 1 else 0
@@ -46,12 +46,12 @@ class ShardPublisher:
         if notice[0] is None:
             return None, ()
         address, engines = notice[0]
-        return Meeting(rank, ranks, len(engines), self._span, address, self.settings.timeout_s), engines
+        return Rendezvous(rank, ranks, len(engines), self._span, address, self.settings.timeout_s), engines
 
-    def _connect(self, meeting: Meeting, engines: tuple[int, ...], delivery: Delivery) -> None:
+    def _connect(self, rendezvous: Rendezvous, engines: tuple[int, ...], delivery: Delivery) -> None:
         from gkd.weights.vllm_sources import DeliveryClient
 
         if self._engine is not None:
             self._engine.shutdown()
         client = DeliveryClient(delivery, engines)
-        self._engine = self._transfer.trainer(meeting, self._source, client)
+        self._engine = self._transfer.trainer(rendezvous, self._source, client)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from gkd.errors import RunFailed
-from gkd.weights.shards import Meeting, ShardSource, ShardTransfer
+from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
 
 class ShardedRdt(ShardTransfer):
@@ -22,7 +22,7 @@ class ShardedRdt(ShardTransfer):
     packages: ClassVar = {"nixl._api": "pip install nixl"}
 
     @classmethod
-    def trainer(cls, meeting: Meeting, source: ShardSource, client: Any) -> Any:
+    def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:
         """Return vLLM's trainer engine of this rank, its server started. Raises RunFailed where that cannot be done."""
         import ray
         from vllm.distributed.weight_transfer.sharded_rdt_trainer import (
@@ -33,11 +33,11 @@ class ShardedRdt(ShardTransfer):
         from gkd.weights.vllm_sources import GatheredTensors
 
         info = ShardedRDTTrainerInitInfo(
-            rank=meeting.rank,
-            num_consumers=meeting.n_receivers,
-            workers_per_replica=meeting.span,
+            rank=rendezvous.rank,
+            num_consumers=rendezvous.n_receivers,
+            workers_per_replica=rendezvous.span,
             trainer_actor_namespace=ray.get_runtime_context().namespace,
-            stall_timeout_s=meeting.limit_s,
+            stall_timeout_s=rendezvous.limit_s,
         )
         try:
             return ShardedRDTTrainerWeightTransferEngine.trainer_init(

@@ -1,7 +1,7 @@
 """Ways of vLLM's own that need not gather: its trainer engine in every rank of the actor, its worker engine in vLLM.
 
 A push is then four calls of vLLM's protocol (init, start, update, finish), the first only where engines have changed.
-They travel as the pieces of other ways do (:mod:`gkd.weights.delivery`): from actor rank 0 to the engines, in order,
+They travel as the buckets of other ways do (:mod:`gkd.weights.delivery`): from actor rank 0 to the engines, in order,
 each with its deadline, and the driver makes its one call to every worker. The weights themselves go as the backend has
 it. A class of such a way derives from :class:`ShardTransfer`.
 """
@@ -49,7 +49,7 @@ class ShardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardCall:
-    """A call of vLLM's protocol to the engines ``engines`` together, by their ranks; the content of a piece."""
+    """A call of vLLM's protocol to the engines ``engines`` together, by their ranks; the content of a bucket."""
 
     verb: Literal["init", "start", "update", "finish"]
     info: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -61,7 +61,7 @@ class ShardCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Who takes part: this rank of ``n_ranks`` of the actor, and ``n_engines`` engines of ``span`` processes.
 
     ``address`` is what :meth:`ShardTransfer.new_address` returned on rank 0; no wait takes longer than ``limit_s``.
@@ -94,7 +94,7 @@ class ShardTransfer(Transfer):
 
     @classmethod
     @abstractmethod
-    def trainer(cls, meeting: Meeting, source: ShardSource, client: Any) -> Any:
+    def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:
         """Return vLLM's trainer engine of this rank, connected. A collective of all ranks and engines."""
 
     @classmethod

@@ -1,6 +1,6 @@
 """What a transfer of weights is: a sender in every rank of the actor, a receiver in every process of the engines.
 
-The setting ``weights.transfer`` names a class that derives from :class:`Transfer`. The ranks pack one :class:`Piece`
+The setting ``weights.transfer`` names a class that derives from :class:`Transfer`. The ranks pack one :class:`Bucket`
 after the other and send them to the engines (:mod:`gkd.weights.delivery`), which load them in their order; deadlines
 and deaths are the driver's (:mod:`gkd.driver.groups.weight_sync`). The modules of such classes import torch, vLLM and
 Ray within functions alone.
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 IN_FLIGHT = 2
-"""Pieces at most that are packed and not loaded everywhere."""
+"""Buckets at most that are packed and not loaded everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Bucket:
     """A part of one version of the weights.
 
     ``number`` counts from 0 in every push, and ``last`` marks the end of one. ``contents`` are what the senders that
-    packed the piece made of it, in the order of their ranks: what a receiver gets the tensors from.
+    packed the bucket made of it, in the order of their ranks: what a receiver gets the tensors from.
     """
 
     version: int
@@ -38,7 +38,7 @@ class Piece:
     contents: tuple[Any, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        return f"weights version {self.version}, piece {self.number + 1}"
+        return f"weights version {self.version}, bucket {self.number + 1}"
 
 
 class Place(Protocol):
@@ -60,15 +60,15 @@ class Sender(ABC):
         self.settings, self.device = settings, device
 
     @abstractmethod
-    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> Any:
-        """Make the tensors of ``piece`` ready to be received, by the names of the model's files; returns its content.
+    def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> Any:
+        """Make the tensors of ``bucket`` ready to be received, by the names of the model's files; returns its content.
 
         Called on the ranks of :meth:`Transfer.packing`. Tensors are on the GPU for a ``gpu_to_gpu`` transfer, else on
         the host.
         """
 
     def release(self, keep: int = 0) -> None:  # noqa: B027 (a sender need not hold anything)
-        """Free what :meth:`pack` holds, but the newest ``keep`` pieces: every engine has loaded the others."""
+        """Free what :meth:`pack` holds, but the newest ``keep`` buckets: every engine has loaded the others."""
 
     def new_group(self) -> str:
         """Return, on rank 0 of a ``collective`` transfer, the address of a new group. Raises RunFailed where there is
@@ -81,7 +81,7 @@ class Sender(ABC):
         raise NotImplementedError
 
     def broadcast(self) -> None:
-        """Send the piece that was packed last to the group, while the receivers receive it."""
+        """Send the bucket that was packed last to the group, while the receivers receive it."""
         raise NotImplementedError
 
 
@@ -96,8 +96,8 @@ class Receiver(ABC):
         self.settings, self.device = settings, device
 
     @abstractmethod
-    def receive(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the tensors of ``piece``. Raises RunFailed when they do not come or are not what was sent."""
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Return the tensors of ``bucket``. Raises RunFailed when they do not come or are not what was sent."""
 
     def join(self, address: str, rank: int, world: int) -> None:
         """Join a group of ``world`` ranks, while the actor joins it. Leaves an earlier group."""
@@ -115,9 +115,9 @@ class Transfer:
     gpu_to_gpu: ClassVar[bool] = False
     """Whether weights stay on GPUs; else they pass through the host's memory, which every engine can load from."""
     collective: ClassVar[bool] = False
-    """Whether sender and receivers form a group in which all take part in each piece: a death there ends the run."""
+    """Whether sender and receivers form a group in which all take part in each bucket: a death there ends the run."""
     shards: ClassVar[bool] = False
-    """Whether a push is one transfer of vLLM's own, see :mod:`gkd.weights.shards`, instead of pieces."""
+    """Whether a push is one transfer of vLLM's own, see :mod:`gkd.weights.shards`, instead of buckets."""
     gathers: ClassVar[bool] = True
     """Whether the actor's ranks gather whole tensors before they send them."""
     automatic: ClassVar[bool] = True
@@ -141,7 +141,7 @@ class Transfer:
 
     @classmethod
     def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
-        """Return, by rank of the actor, whether its pieces are received by engines on ``gpus``."""
+        """Return, by rank of the actor, whether its buckets are received by engines on ``gpus``."""
         return [rank == 0 for rank in range(len(actor))]
 
 

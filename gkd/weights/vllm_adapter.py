@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ def arguments(lora: Lora, ranks: tuple[int, ...]) -> dict[str, Any]:
 
 
 class AdapterLoader:
-    """Collects the pieces of an adapter, and has ``llm`` take it in place of the one before.
+    """Collects the buckets of an adapter, and has ``llm`` take it in place of the one before.
 
     vLLM reads adapters from files in peft's format: they are written to a directory of this machine.
     """
@@ -41,22 +41,22 @@ class AdapterLoader:
         self.request: LoRARequest | None = None
         """What requests name the adapter by; None before the first push, as a new one changes nothing."""
 
-    def load(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        """Take the next piece while the engine is idle; with the last one the adapter serves, and no prefix is cached.
+    def load(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+        """Take the next bucket while the engine is idle; with the last one the adapter serves, and no prefix is cached.
 
         Raises RuntimeError where vLLM does not take it: do not sample then.
         """
         from vllm.lora.request import LoRARequest
 
-        if piece.number == 0:
+        if bucket.number == 0:
             self._tensors = {}
         self._tensors |= tensors
-        if not piece.last:
+        if not bucket.last:
             return
         self._write(Path(self._directory.name))
         added = self._llm.llm_engine.add_lora(LoRARequest(NAME, NUMBER, self._directory.name, load_inplace=True))
         if not added or not self._llm.llm_engine.reset_prefix_cache():
-            raise RuntimeError(f"vLLM did not take the adapter of weights version {piece.version}")
+            raise RuntimeError(f"vLLM did not take the adapter of weights version {bucket.version}")
         self.request = LoRARequest(NAME, NUMBER, self._directory.name)
         self._tensors = {}
 

@@ -1,4 +1,4 @@
-"""The receiving end inside vLLM: a backend that loads pieces of weights, whichever transfer brings them.
+"""The receiving end inside vLLM: a backend that loads buckets of weights, whichever transfer brings them.
 
 vLLM's weight-transfer API changes between releases: its engines' side is here, in :mod:`gkd.weights.vllm_reload` and
 :mod:`gkd.weights.vllm_m2n`, the actor's in :mod:`gkd.weights.nccl` and :mod:`gkd.weights.vllm_sources`. The backend
@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
 from gkd.config import Weights
 from gkd.weights.shards import ShardCall
-from gkd.weights.transfer import Piece, Receiver
+from gkd.weights.transfer import Bucket, Receiver
 from gkd.weights.vllm_reload import Reload
 
 Running = Literal["none", "recompute", "keep"]
@@ -38,18 +38,18 @@ class ReceiverInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class PieceUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One piece: its tensors, by the names of the model's files, or what the receiver needs to get them."""
+class BucketUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One bucket: its tensors, by the names of the model's files, or what the receiver needs to get them."""
 
     tensors: dict[str, Tensor] | None = None
-    piece: Piece | None = None
+    bucket: Bucket | None = None
 
 
-class PieceTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[misc]
+class BucketTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[misc]
     """Loads tensors handed over in the call itself, or received by this process from a GPU."""
 
     init_info_cls = ReceiverInfo
-    update_info_cls = PieceUpdate
+    update_info_cls = BucketUpdate
     receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
@@ -62,12 +62,12 @@ class PieceTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[misc
             rank = init_info.offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
             self.receiver.join(init_info.address, rank, init_info.world)
 
-    def receive_weights(self, update_info: PieceUpdate) -> None:
+    def receive_weights(self, update_info: BucketUpdate) -> None:
         """Hand the tensors to the model's own loader, which maps its fused and sharded layers."""
         tensors = update_info.tensors
         if tensors is None:
-            assert self.receiver is not None and update_info.piece is not None
-            tensors = self.receiver.receive(update_info.piece)
+            assert self.receiver is not None and update_info.bucket is not None
+            tensors = self.receiver.receive(update_info.bucket)
         load_weights: Any = self.model.load_weights
         with self.load_meanwhile():
             load_weights([(name, t.to(self.device)) for name, t in tensors.items()])
@@ -91,24 +91,24 @@ def join(llm: LLM, weights: Weights, address: str, offset: int, world: int) -> N
 
 
 def load(
-    llm: LLM, piece: Piece, tensors: dict[str, Tensor] | None = None, running: Running = "none", rank: int = 0
+    llm: LLM, bucket: Bucket, tensors: dict[str, Tensor] | None = None, running: Running = "none", rank: int = 0
 ) -> None:
-    """Load one piece into an engine that computes nothing, in order; ``tensors`` None: its processes receive them.
+    """Load one bucket into an engine that computes nothing, in order; ``tensors`` None: its processes receive them.
 
-    With the last piece the engine serves the version and has forgotten every cached prefix. What requests that are
+    With the last bucket the engine serves the version and has forgotten every cached prefix. What requests that are
     ``running`` have cached is forgotten as well and computed again (recompute), or kept (keep). ``rank`` is the
-    engine's. Raises what the piece raises on its way, and leaves the engine half-updated: do not sample from it then.
+    engine's. Raises what the bucket raises on its way, and leaves the engine half-updated: do not sample from it then.
     """
-    call = piece.contents[0] if piece.contents else None
+    call = bucket.contents[0] if bucket.contents else None
     if isinstance(call, ShardCall):
         _do(llm, call, rank)
     else:
-        if piece.number == 0:
+        if bucket.number == 0:
             llm.start_weight_update()
-        llm.update_weights({"update_info": {"piece": piece} if tensors is None else {"tensors": tensors}})
-    if not piece.last:
+        llm.update_weights({"update_info": {"bucket": bucket} if tensors is None else {"tensors": tensors}})
+    if not bucket.last:
         return
-    llm.finish_weight_update(str(piece.version))
+    llm.finish_weight_update(str(bucket.version))
     if running == "keep":  # blocks are in use; prefixes of requests to come have another salt
         return
     if not llm.llm_engine.reset_prefix_cache(reset_running_requests=running == "recompute"):

@@ -7,7 +7,7 @@ starts, so nothing heavy is imported here.
 from __future__ import annotations
 
 BACKENDS = {
-    "gkd": ("gkd.weights.vllm_backend", "PieceTransferEngine"),
+    "gkd": ("gkd.weights.vllm_backend", "BucketTransferEngine"),
     "gkd_nccl_m2n": ("gkd.weights.vllm_m2n", "M2NTransferEngine"),
 }
 """Modules and classes by their names in ``weight_transfer_config``."""

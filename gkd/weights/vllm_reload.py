@@ -21,7 +21,7 @@ class Reload:
     direct: DirectCopies | None = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one piece. The base class would synchronise an accelerator, which a CPU does not have."""
+        """Load one bucket. The base class would synchronise an accelerator, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))  # type: ignore[attr-defined]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -29,7 +29,7 @@ class Reload:
     @contextmanager
     def load_meanwhile(self) -> Iterator[None]:
         """Have the model load weights meanwhile, those that it copies past its loaders as well."""
-        assert self.direct is not None, "a piece came before the update was begun"
+        assert self.direct is not None, "a bucket came before the update was begun"
         with self.direct:
             yield
         self.direct.process(whole=False)

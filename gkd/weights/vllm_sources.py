@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Delivery
 from gkd.weights.shards import ShardCall, ShardSource
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 
 
 class Shards(M2NWeightSource):  # type: ignore[misc]
@@ -52,7 +52,7 @@ class GatheredTensors(WeightSource):  # type: ignore[misc]
 
 
 class DeliveryClient:
-    """vLLM's ``VLLMWeightSyncClient``, whose calls are pieces of ``delivery``, that of the push under way.
+    """vLLM's ``VLLMWeightSyncClient``, whose calls are buckets of ``delivery``, that of the push under way.
 
     Every call returns when all ``engines``, of these ranks, have done it, and raises RunFailed where one did not.
     """
@@ -83,9 +83,9 @@ class DeliveryClient:
 
     def _call(self, verb: Any, info: dict[str, Any] | None = None) -> None:
         call = ShardCall(verb, info or {}, self._engines)
-        piece = Piece(self._delivery.push.version, self._number, verb == "finish", (call,))
+        bucket = Bucket(self._delivery.push.version, self._number, verb == "finish", (call,))
         self._number += 1
-        self._delivery.send(piece)
+        self._delivery.send(bucket)
         self._delivery.make_room(0)
         for engine, error in self._delivery.lost.items():
-            raise RunFailed(f"{piece}: engine {engine} did not {verb} the transfer: {error}")
+            raise RunFailed(f"{bucket}: engine {engine} did not {verb} the transfer: {error}")

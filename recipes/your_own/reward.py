@@ -8,16 +8,16 @@ from gkd.rewards.completion import Completion
 
 
 class Brevity:
-    """Gives 1 to responses of at most ``wanted`` tokens, and less the longer they are: half of it at twice as many."""
+    """Gives 1 to responses of at most ``target_length`` tokens, and less to longer ones: half at twice as many."""
 
     class Config(BaseModel):
-        """Becomes ``reward.Brevity.wanted``."""
+        """Becomes ``reward.Brevity.target_length``."""
 
-        wanted: int = Field(16, ge=1, description="tokens, the end token among them")
+        target_length: int = Field(16, ge=1, description="tokens, the end token among them")
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def __call__(self, completion: Completion) -> float:
         """Return the reward of a response, between 0 and 1."""
-        return min(1.0, self.config.wanted / completion.n_tokens)
+        return min(1.0, self.config.target_length / completion.n_tokens)

@@ -21,10 +21,10 @@ from gkd.inference.hf import HFSampler
 from gkd.losses.micro_batch import collate
 from gkd.types import Sample, Sampling, ScoredSample
 from gkd.weights.file_names import FileNames
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
 from tests.vllm.inference.test_engines import requests, run, worst_difference
-from tests.weights.received import load_in_pieces
+from tests.weights.received import load_in_buckets
 
 PADDED = {*STATEFUL, "gpt_oss", "gemma2", "nemotron", "stablelm", "falcon", "llama4", "doge"}
 DESCRIBED = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
@@ -138,27 +138,27 @@ def test_sampling_with_transformers_follows_the_actor(
 ) -> None:
     student, model = student_of(family, tmp_path)
     engine = HFSampler(EngineSpec("rollout", str(tmp_path), DESCRIBED, Rollout(max_num_seqs=64), "cpu", "float32"))
-    wanted, convert = requests(Sampling(8), n=4), engine._convert
+    sample_requests, convert = requests(Sampling(8), n=4), engine._convert
     converted: list[int] = []
 
-    def converts(piece: Piece, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        converted.append(piece.version)
-        return convert(piece, state)
+    def converts(bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        converted.append(bucket.version)
+        return convert(bucket, state)
 
     monkeypatch.setattr(engine, "_convert", converts)
     for version in (0, 1, 2):
         if version:
             model = make(family, seed=version)
             student.lm.load_state_dict(model.state_dict())
-            load_in_pieces(engine, student.file_tensors(torch.float32), version)
-        assert worst_difference(model, wanted, run(engine, wanted)) < 2e-4
+            load_in_buckets(engine, student.file_tensors(torch.float32), version)
+        assert worst_difference(model, sample_requests, run(engine, sample_requests)) < 2e-4
     assert converted == ([1, 2] if family == "mixtral" else [1])  # its experts are one tensor in the model
     sent = dict(student.file_tensors(torch.float32))
     with pytest.raises(RuntimeError, match=r"version 3: strange .*\b1 tensors"):
-        engine.load_weights(Piece(3, 0, True), sent | {"strange": torch.zeros(1)})
+        engine.load_weights(Bucket(3, 0, True), sent | {"strange": torch.zeros(1)})
     name = next(name for name in sent if "embed" not in name)
     with pytest.raises(RuntimeError, match=r"version 4: .* missing .*\b1 tensors"):
-        engine.load_weights(Piece(4, 0, True), {other: t for other, t in sent.items() if other != name})
+        engine.load_weights(Bucket(4, 0, True), {other: t for other, t in sent.items() if other != name})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -50,4 +50,4 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
         actor.accumulate([[training_sample(key)]])
     assert actor.evaluate([training_sample(2)]) == {"distill/reverse_kl": 0.5}
     first, again = ["accumulate_chunks", "accumulate_chunks"], "accumulate_chunks"  # all of them in one call
-    assert ranks.did == [*first, "evaluate", "start again", "take_at_most 30", again, "evaluate"]
+    assert ranks.did == [*first, "evaluate", "start again", "set_token_budget 30", again, "evaluate"]

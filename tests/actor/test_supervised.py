@@ -14,7 +14,7 @@ from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Rollout
 from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
-from gkd.rollout.own_answers import own_answer
+from gkd.rollout.dataset_answers import make_dataset_sample
 from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample
 from tests.actor.models import VOCAB, make
 
@@ -28,7 +28,7 @@ def answers() -> list[ScoredSample]:
         ids = rng.integers(2, VOCAB, n).astype(np.int32)
         ids[-1] = 1 if i < 4 else ids[-1]
         request = SampleRequest(Prompt(i, rng.integers(2, VOCAB, p).astype(np.int32), ""), 0, 0, Sampling(9))
-        found.append(ScoredSample(own_answer(request, ids, EOS, version=3)))
+        found.append(ScoredSample(make_dataset_sample(request, ids, EOS, version=3)))
     return found
 
 

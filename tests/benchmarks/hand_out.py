@@ -30,8 +30,8 @@ def requests(n: int, samples: int, length: int) -> list[SampleRequest]:
     """Return ``samples`` requests a prompt of ``length`` tokens, ``n`` in all."""
     sampling = Sampling(512)
     prompts = [Prompt(p, np.full(length, p, np.int32), "question " * (length // 2)) for p in range(n // samples)]
-    wanted = [SampleRequest(prompt, i, 0, sampling) for prompt in prompts for i in range(samples)]
-    return [replace(request, key=key) for key, request in enumerate(wanted)]
+    sample_requests = [SampleRequest(prompt, i, 0, sampling) for prompt in prompts for i in range(samples)]
+    return [replace(request, key=key) for key, request in enumerate(sample_requests)]
 
 
 def main() -> None:
@@ -40,18 +40,18 @@ def main() -> None:
     for name, default in (("engines", 256), ("requests", 8192), ("samples", 8), ("prompt", 1000), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    wanted = requests(options.requests, options.samples, options.prompt)
+    sample_requests = requests(options.requests, options.samples, options.prompt)
     chosen_s = pickled_s = math.inf
     for _ in range(options.rounds):
         began = time.perf_counter()
-        dispatcher = RequestDispatcher(range(options.engines), len(wanted), options.samples)
-        dispatcher.add(wanted, order=1)
+        dispatcher = RequestDispatcher(range(options.engines), len(sample_requests), options.samples)
+        dispatcher.add(sample_requests, order=1)
         given = dispatcher.hand_out()
         chosen_s = min(chosen_s, time.perf_counter() - began)
         began = time.perf_counter()
         messages = [cloudpickle.dumps(its) for its in given.values()]
         pickled_s = min(pickled_s, time.perf_counter() - began)
-    prompts = {request.prompt.id: request.prompt for request in wanted}.values()
+    prompts = {request.prompt.id: request.prompt for request in sample_requests}.values()
     tokens = sum(prompt.token_ids.nbytes + len(prompt.text) for prompt in prompts)
     most = max(len(its) for its in given.values())
     figures = {"choose_s": chosen_s, "pickle_s": pickled_s, "mb": sum(map(len, messages)) / 1e6}

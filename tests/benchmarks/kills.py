@@ -205,12 +205,12 @@ def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: i
     metrics = rows(output / "metrics.jsonl")
     steps = [row["step"] for row in metrics]
     trained = Counter((row["step"], row["prompt_id"], row["index"]) for row in rows(output / "samples.jsonl"))
-    wanted, times = options.steps * BATCH * N, sum(trained.values())
+    expected, times = options.steps * BATCH * N, sum(trained.values())
     stale = max(row.get("staleness/max", 0.0) for row in metrics)
     away = away_s(rows(output / "events.jsonl"))
     groups = dict(Counter(kill.group for kill in killed))
     print(f"killed {len(killed)}: {groups}, in {steps[-1]} of {options.steps} steps")
-    print(f"samples trained {times}, steps x batch x n {wanted}, more than once {times - len(trained)}")
+    print(f"samples trained {times}, steps x batch x n {expected}, more than once {times - len(trained)}")
     print(f"largest staleness {stale:g}, schedule.max_staleness={options.staleness}")
     print(f"the run began again {begun(output)[0] - 1} times")
     print(f"came back: {len(away)} times, after {min(away):.1f} to {max(away):.1f} s" if away else "came back: never")
@@ -221,7 +221,7 @@ def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: i
     print(f"exit code {code}")
     right = (
         len(killed) == options.kills
-        and len(trained) == times == wanted
+        and len(trained) == times == expected
         and steps == list(range(options.steps + 1))
         and stale <= options.staleness
         and code == 0

@@ -45,13 +45,13 @@ from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
 from gkd.driver.validation.held_out import Validation
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.requests import Score
+from gkd.inference.requests import ScoreRequest
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
 from gkd.planning.simulation.events import WARM_UP, simulate
@@ -125,7 +125,7 @@ class SleepingScorer:
         self.queue: queue.Queue[tuple[float, Future[Any]]] = queue.Queue()
         threading.Thread(target=self.score, daemon=True).start()
 
-    def submit(self, score: Score) -> Future[Any]:
+    def submit(self, score: ScoreRequest) -> Future[Any]:
         self.free = max(self.free, time.monotonic()) + len(score.token_ids) * self.second_a_token
         scored = Future[Any]()
         self.queue.put((self.free, scored))
@@ -229,7 +229,7 @@ def run(
         with JsonLines(file) as metrics:
             checkpoints = Checkpoints(config, Path(path), time.monotonic(), {})
             timeline = Timeline(kept or Path(path, "timeline.json"), config.trainer.n_timeline_steps)
-            train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline), State())
+            train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline), RunState())
             timeline.write()
         return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.evaluation.looking import Adaptive, FixedK, Looking
+from gkd.evaluation.retrieval import AdaptiveRetrieval, FixedRetrieval, Retrieval
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.recipes.on_policy_distill.prepare import Size, new_model, train_tokenizer
 
@@ -73,9 +73,9 @@ class Oracle:
 async def shown(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the prompts of both strategies for some problems, with the replies to them."""
     pairs: list[tuple[str, str]] = []
-    config = Looking.Config(k=len(DAYS))
+    config = Retrieval.Config(k=len(DAYS))
     for row in rows:
-        for strategy in (Adaptive(config), FixedK(config)):
+        for strategy in (AdaptiveRetrieval(config), FixedRetrieval(config)):
             oracle = Oracle(row)
             await strategy(oracle, row)
             pairs += oracle.pairs

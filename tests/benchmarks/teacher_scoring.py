@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from gkd.config import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine
-from gkd.inference.requests import Score
+from gkd.inference.requests import ScoreRequest
 from gkd.inference.vllm_environment import environment, installed_device
 from gkd.scoring.address import Key
 from gkd.scoring.client import ScoringClient
@@ -42,7 +42,7 @@ from gkd.scoring.server import ScoringServer
 
 
 def make_model(path: str, options: argparse.Namespace) -> None:
-    """A Llama of the wanted size, 64 wide heads, random weights."""
+    """A Llama of the chosen size, 64 wide heads, random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,7 +114,7 @@ def scoring_s(client: ScoringClient, sequences: np.ndarray[Any, Any], top_k: int
     """Seconds from the first request to the last Target."""
     n_prompt = sequences.shape[1] // 3
     began = time.perf_counter()
-    futures = [client.submit(Score(ids, ((n_prompt, len(ids)),), top_k)) for ids in sequences]
+    futures = [client.submit(ScoreRequest(ids, ((n_prompt, len(ids)),), top_k)) for ids in sequences]
     for future in futures:
         future.result()
     return time.perf_counter() - began

@@ -43,8 +43,8 @@ def run_gkd(cache: Path, every: int, seed: int, settings: list[str]) -> dict[str
     }
 
 
-def run_trl(cache: Path, every: int, seed: int, wanted: float) -> dict[str, Any]:
-    """Return the same of TRL's trainer, in this process, until its accuracy is ``wanted``."""
+def run_trl(cache: Path, every: int, seed: int, target_accuracy: float) -> dict[str, Any]:
+    """Return the same of TRL's trainer, in this process, until its accuracy is ``target_accuracy``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
     import torch
@@ -64,7 +64,7 @@ def run_trl(cache: Path, every: int, seed: int, wanted: float) -> dict[str, Any]
             seconds[state.global_step] = time.monotonic() - began[0]
             if state.global_step % every == 0:
                 accuracy[state.global_step] = answered(more["model"], tokenizer, held_out)
-                control.should_training_stop = accuracy[state.global_step] >= wanted
+                control.should_training_stop = accuracy[state.global_step] >= target_accuracy
             began[0] = time.monotonic()
 
     arguments = DistillationConfig(
@@ -121,10 +121,19 @@ def answered(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-def trl_in_a_process_of_its_own(cache: Path, every: int, seed: int, wanted: float) -> dict[str, Any]:
+def trl_in_a_process_of_its_own(cache: Path, every: int, seed: int, target_accuracy: float) -> dict[str, Any]:
     """Return what :func:`run_trl` measures, with nothing of it left behind in this process."""
     rows = cache / "trl.json"
-    command = [sys.executable, __file__, "--measure-trl", str(cache), "--every", str(every), "--share", str(wanted)]
+    command = [
+        sys.executable,
+        __file__,
+        "--measure-trl",
+        str(cache),
+        "--every",
+        str(every),
+        "--share",
+        str(target_accuracy),
+    ]
     subprocess.run(
         [*command, "--seed", str(seed), "--json", str(rows)],
         check=True,
@@ -136,13 +145,13 @@ def trl_in_a_process_of_its_own(cache: Path, every: int, seed: int, wanted: floa
     return {name: {int(step): value for step, value in by.items()} for name, by in measured.items()}
 
 
-def until(run: dict[str, Any], wanted: float) -> dict[str, float | None]:
-    """Return ``steps`` until the accuracy was ``wanted``, seconds ``a step``, and the ``seconds`` that makes.
+def until(run: dict[str, Any], target_accuracy: float) -> dict[str, float | None]:
+    """Return ``steps`` until the accuracy was ``target_accuracy``, seconds ``a step``, and the ``seconds`` that makes.
 
     A step takes the median, so that what else runs on the machine for a while is not counted. None where the accuracy
-    never was ``wanted``. ``highest``: the highest accuracy.
+    never was ``target_accuracy``. ``highest``: the highest accuracy.
     """
-    steps = min((step for step, value in run["accuracy"].items() if value >= wanted), default=None)
+    steps = min((step for step, value in run["accuracy"].items() if value >= target_accuracy), default=None)
     a_step = statistics.median(value for step, value in run["seconds"].items() if step > WARM)
     seconds = None if steps is None else steps * a_step
     return {"steps": steps, "seconds": seconds, "a step": a_step, "highest": max(run["accuracy"].values())}
@@ -193,16 +202,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch)
         first = run_gkd(cache, MOST_STEPS, 0, [*options.settings, "trainer.total_steps=1"])  # makes the models
-        wanted = options.share * first["teacher"]
+        target_accuracy = options.share * first["teacher"]
         for number in range(options.rounds):
             seed = options.seed + number
             for name in ("TRL", "gkd") if number % 2 == 0 else ("gkd", "TRL"):
                 run = (
                     run_gkd(cache, options.every, seed, options.settings)
                     if name == "gkd"
-                    else trl_in_a_process_of_its_own(cache, options.every, seed, wanted)
+                    else trl_in_a_process_of_its_own(cache, options.every, seed, target_accuracy)
                 )
-                rounds[name].append(until(run, wanted))
+                rounds[name].append(until(run, target_accuracy))
             said = "; ".join(line_of(name, made[-1]) for name, made in rounds.items())
             print(f"round {number + 1}, seed {seed}: {said}", flush=True)
     print(*compared(rounds), sep="\n")

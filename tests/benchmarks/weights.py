@@ -2,11 +2,11 @@
 
     python tests/benchmarks/weights.py [--gib 3.0] [--bucket-mb 512] [--rounds 5] [--checksum]
 
-Tensors of 64 MiB in bfloat16 that add up to ``--gib``, from a process that holds them to another that copies each piece
-out and touches it; no model is loaded from them. ``object_store`` runs on CPUs (and through the host on a GPU), ``ipc``
-with both processes on one GPU, ``nccl`` with a second GPU; vLLM's own ways for shards need its engines at both ends and
-are left out. Beside them the copy alone: of the same tensors within the memory of one device. GB/s are 10^9 bytes of
-weights over the median round's time from first gathering to last loading.
+Tensors of 64 MiB in bfloat16 that add up to ``--gib``, from a process that holds them to another that copies each
+bucket out and touches it; no model is loaded from them. ``object_store`` runs on CPUs (and through the host on a GPU),
+``ipc`` with both processes on one GPU, ``nccl`` with a second GPU; vLLM's own ways for shards need its engines at both
+ends and are left out. Beside them the copy alone: of the same tensors within the memory of one device. GB/s are 10^9
+bytes of weights over the median round's time from first gathering to last loading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gkd.cluster.gpu import nvml_uuids
 from gkd.config import Weights
 from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 
 TENSOR_BYTES = 64 << 20
 LIMIT_S = 300.0
@@ -86,8 +86,8 @@ class Receiver:
     def join(self, address: str) -> None:
         self.receiver.join(address, 1, 2)
 
-    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> None:
-        tensors = {name: tensor.to(self.device) for name, tensor in self.receiver.receive(piece).items()}
+    def load_bucket(self, push: Push, bucket: Bucket, n_senders: int) -> None:
+        tensors = {name: tensor.to(self.device) for name, tensor in self.receiver.receive(bucket).items()}
         assert all(torch.isfinite(t.flatten()[-1]) for t in tensors.values())
 
 

@@ -12,7 +12,7 @@ from gkd.cli.compare import main
 from gkd.evaluation.comparison import group_by_score, read_all
 from gkd.evaluation.results import Results, read_results
 from gkd.evaluation.statistics import estimate
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 
 def write(directory: Path, model: str, values: list[float], one: str = "sums", first: int = 0, **more: str) -> Path:
@@ -93,7 +93,7 @@ def test_an_evaluation_that_was_killed_at_once_has_no_results_yet(
 ) -> None:
     (tmp_path / "results").mkdir()
     assert main([str(tmp_path)]) == 2
-    assert tells(capsys.readouterr().err, f"error: {tmp_path} ", "(MODEL_SET_N.json)")
+    assert contains_in_order(capsys.readouterr().err, f"error: {tmp_path} ", "(MODEL_SET_N.json)")
 
 
 @pytest.mark.parametrize(

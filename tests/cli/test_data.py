@@ -10,7 +10,7 @@ import pytest
 
 from gkd.cli.command import main
 from tests.data.models import TEMPLATE, save_model, word_tokenizer
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def test_prompts_are_shown_as_student_and_teacher_see_them(files: Path, capsys: 
     lines = [line.rstrip() for line in train.splitlines()]
     first, seen, teachers, teacher_sees, answers = lines[1:6]
     assert (seen, teacher_sees) == ("<user> a <assistant>", "<user> a <assistant> d")
-    assert tells(first, "row 1", "3 tokens") and tells(teachers, "teacher", "4 tokens")
-    assert tells(answers, "'b'", "'1'")
+    assert contains_in_order(first, "row 1", "3 tokens") and contains_in_order(teachers, "teacher", "4 tokens")
+    assert contains_in_order(answers, "'b'", "'1'")
     assert "row 2" not in train
     used, *left_out = [line for line in lines if " are " in line]
     assert re.findall(r"\d+", used) == ["2", "2"]

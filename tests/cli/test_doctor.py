@@ -157,7 +157,7 @@ def test_other_code_of_the_same_version_is_seen(tmp_path: Path, monkeypatch: pyt
     file.write_text("x = 2")
     assert node._code("some_code") != before
     assert node._code("no_such_code") == "missing"
-    assert node.look(())["versions"]["gkd"].startswith("code ")
+    assert node.collect_facts(())["versions"]["gkd"].startswith("code ")
 
 
 def test_it_ends_with_1_when_something_failed_and_with_2_for_an_address(

@@ -27,11 +27,14 @@ SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
     ("arguments", "message"),
     [
         ([], "name a model: gkd evaluate models.NAME=DIR +sets=NAME"),
-        (["models.base=none"], "there is nothing to ask: name a set of questions (+sets=NAME or evaluate.sets.NAME."),
+        (
+            ["models.base=none"],
+            "there is nothing to measure: name a set of questions (+sets=NAME or evaluate.sets.NAME.",
+        ),
         (["models.base=none", SET, "actor.lr=1"], "actor.lr has no effect on an evaluation, which takes models, "),
         (
             ["models.base=none", SET, "rollout.nnodes=2"],
-            "rollout.nnodes: evaluate.mode says how many GPUs an evaluation",
+            "rollout.nnodes: evaluate.mode sets how many GPUs an evaluation",
         ),
         (["models.base=none", SET, "rollout.n=2"], "rollout.n is of training; a set of questions has its own: "),
         (

@@ -105,7 +105,7 @@ def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[s
     rows = [EngineQueue(i, "dead" if i == 9 else "healthy", sampling=i, scoring=10 * i) for i in range(12)]
     file, calls = QueueFile(run.path / "engines.json"), []
     for _ in range(3):  # once a second at most
-        file.look(lambda: calls.append(1) or Queues(time.time(), 1_234, 16, rows))
+        file.write_if_due(lambda: calls.append(1) or Queues(time.time(), 1_234, 16, rows))
     assert calls == [1] and [path.name for path in run.path.glob(".engines*")] == []
     lines = text_of(run, capfd, "--once").splitlines()
     shown = [line.split() for line in lines if line.startswith("engine ")]
@@ -144,7 +144,7 @@ def test_files_that_are_not_a_runs_are_one_line(
 
 
 def test_queues_that_cannot_be_written_are_no_matter(tmp_path: Path) -> None:
-    QueueFile(tmp_path / "nowhere" / "engines.json").look(lambda: Queues(0.0, 0, 1, []))
+    QueueFile(tmp_path / "nowhere" / "engines.json").write_if_due(lambda: Queues(0.0, 0, 1, []))
 
 
 def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from ray.job_submission import JobStatus
 from gkd.cli.launch import jobs as jobs_module
 from gkd.cli.launch import package as package_module
 from gkd.cli.launch.package import pack
-from gkd.cli.launch.paths import settle
+from gkd.cli.launch.paths import resolve_paths
 from gkd.cli.submit import main
 from gkd.config.compose import compose
 from gkd.config.data import TASKS
@@ -85,7 +85,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     overrides += ["data.cache_dir=made/later", "teacher.key_file=key", "teacher.chat_template=chat.jinja"]
     config = compose(overrides)
     # What the job composes from both, as Hydra reads it.
-    job = compose([*overrides, *settle(config, odd, odd / "out")])
+    job = compose([*overrides, *resolve_paths(config, odd, odd / "out")])
     assert job.model.path == str(odd / "student")
     assert job.teacher.model.path == "Org/Name-7B"  # a name in the cluster's cache of models
     assert job.data.train_files == [str(odd / "train.jsonl"), "/all/see/this.jsonl"]
@@ -94,7 +94,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     assert job.teacher.key_file == str(odd / "key")
     assert job.teacher.chat_template == str(odd / "chat.jinja")
     kept = [*overrides, "teacher.chat_template=own"]
-    assert compose([*kept, *settle(compose(kept), odd, odd / "out")]).teacher.chat_template == "own"
+    assert compose([*kept, *resolve_paths(compose(kept), odd, odd / "out")]).teacher.chat_template == "own"
     assert job.trainer.output_dir == str(odd / "out")
 
 
@@ -108,7 +108,7 @@ def test_a_rewards_file_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(here)
     names = ["accuracy", "mine/own.py:f", f"{here}/data/own.py:f", f"{elsewhere}:f"]
     overrides = ["+recipe=grpo", f"reward.functions=[{','.join(names)}]"]
-    settled = settle(compose(overrides), here, here / "out")
+    settled = resolve_paths(compose(overrides), here, here / "out")
     assert f"reward.functions=['accuracy','mine/own.py:f','{here}/data/own.py:f','{elsewhere}:f']" in settled
     job = tmp_path / "_ray_pkg_1"
     shutil.copytree(here / "mine", job / "mine")
@@ -122,7 +122,7 @@ def test_trackers_and_tasks_of_the_users_go_with_the_job(tmp_path: Path, monkeyp
     (tmp_path / "own.py").write_text("class T:\n    log = close = make = model_configs = None\n")
     monkeypatch.chdir(tmp_path)
     overrides = ["+recipe=grpo", "trainer.trackers=[tensorboard,own.py:T]", "data.task=own.py:T"]
-    settled = settle(compose(overrides), tmp_path, tmp_path / "out")
+    settled = resolve_paths(compose(overrides), tmp_path, tmp_path / "out")
     assert {"trainer.trackers=['tensorboard','own.py:T']", "data.task='own.py:T'"} <= set(settled)
 
 
@@ -133,7 +133,7 @@ def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     overrides = ["algorithm.loss.name=divergence.py:Mine", "algorithm.reward_weight=1", "rollout.n=2"]
     overrides += [f"algorithm.advantage.name={tmp_path}/own.py:Mine", "algorithm.advantage.divide_by_std=false"]
-    settled = settle(compose([*overrides, "reward.functions=[accuracy]"]), tmp_path, tmp_path / "out")
+    settled = resolve_paths(compose([*overrides, "reward.functions=[accuracy]"]), tmp_path, tmp_path / "out")
     assert {"algorithm.loss.name='divergence.py:Mine'", "algorithm.advantage.name='own.py:Mine'"} <= set(settled)
 
 
@@ -155,7 +155,7 @@ def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeyp
 def test_what_a_job_cannot_have_is_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
     config = compose(["+recipe=grpo", *overrides, *(["data.answer_key=a"] if "model" in overrides[0] else [])])
     with pytest.raises(ConfigError) as caught:
-        settle(config, tmp_path, tmp_path / "out")
+        resolve_paths(config, tmp_path, tmp_path / "out")
     assert said in str(caught.value)
 
 

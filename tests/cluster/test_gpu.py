@@ -7,7 +7,7 @@ import pytest
 
 from gkd.cli.doctor.devices import Gpus, read_gpus
 from gkd.cluster import gpu
-from gkd.cluster.gpu import node_indices, real_tokens, uuid_of, visible_devices
+from gkd.cluster.gpu import node_indices, usable_devices, uuid_of, visible_devices
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
 
@@ -42,8 +42,8 @@ def test_an_entry_names_a_device(token, uuid):
     [(None, ["0", "1", "2"]), ("", []), ("2,0", ["2", "0"]), ("1,-1,2", ["1"]), ("GPU-bbbb3333", ["GPU-bbbb3333"])],
 )
 def test_a_process_may_use_what_cuda_would_let_it(visible, found):
-    assert real_tokens(visible, UUIDS) == found
-    assert real_tokens(visible, []) == []
+    assert usable_devices(visible, UUIDS) == found
+    assert usable_devices(visible, []) == []
 
 
 def test_indices_are_those_of_cuda_visible_devices():

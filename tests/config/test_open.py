@@ -35,10 +35,10 @@ class Section(OpenSettings):
 
 
 def test_a_class_takes_its_own_settings_with_their_defaults_and_checks() -> None:
-    assert Section(name="scaled").own_settings().scale == 2.0
-    assert Section.model_validate({"name": "scaled", "scale": 3.0}).own_settings().scale == 3.0
+    assert Section(name="scaled").class_settings().scale == 2.0
+    assert Section.model_validate({"name": "scaled", "scale": 3.0}).class_settings().scale == 3.0
     assert dict(Section.settings_of_entries("section.")) == {"section.scale": "scaled: a factor"}
-    assert Section(name="plain").own_settings() is None
+    assert Section(name="plain").class_settings() is None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Section.model_validate({"name": f"{file}:Mine", "wdith": 5})
     context = refused.value.errors()[0]["ctx"]
     assert context["key"] == "wdith" and context["unknown"]
-    assert own.own_settings().width == 5 and own.model_dump() == {"name": f"{file}:Mine", "width": 5}
+    assert own.class_settings().width == 5 and own.model_dump() == {"name": f"{file}:Mine", "width": 5}
     monkeypatch.chdir(tmp_path)
     assert make_absolute("mine.py:Mine") == f"{file}:Mine" and make_absolute("mine:Mine") == "mine:Mine"
 
@@ -100,9 +100,9 @@ def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_ow
     assert first.algorithm.advantage.model_dump()["divide_by_std"] is True
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(first.model_dump())))
     assert compose([str(file)]) == first
-    assert compose([str(file), "algorithm.loss.beta=0.3"]).algorithm.loss.own_settings().beta == 0.3
+    assert compose([str(file), "algorithm.loss.beta=0.3"]).algorithm.loss.class_settings().beta == 0.3
     named = compose([str(file), "algorithm.loss.name=jsd", "algorithm.loss.top_k=4"])
-    assert named.algorithm.loss.own_settings().beta == 0.5
+    assert named.algorithm.loss.class_settings().beta == 0.5
     assert "beta" not in compose([str(file), "algorithm.loss.name=forward_kl"]).model_dump()["algorithm"]["loss"]
 
 

@@ -37,5 +37,5 @@ def test_validation_asks_for_the_same_in_every_run(settings: dict[str, Any], tra
 def test_what_the_teacher_may_not_be_asked_for_is_named() -> None:
     config = load({"data": {"val_top_k": 100}, "teacher": {"max_top_k": 64}, "algorithm": {"loss": {"top_k": 64}}})
     assert top_k_for_validation(config, 64) == 64
-    with pytest.raises(ConfigError, match=r"data\.val_top_k=100 asks .* 100 .*teacher\.max_top_k=64"):
+    with pytest.raises(ConfigError, match=r"data\.val_top_k=100 needs 100 .*teacher\.max_top_k=64"):
         top_k_for_validation(config, 1000)

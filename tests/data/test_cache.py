@@ -10,7 +10,7 @@ import pytest
 
 from gkd.config import Data
 from gkd.data.cache import cache_directory, make_entry
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 
 def entries(cache: Path) -> list[str]:
@@ -42,7 +42,7 @@ def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     assert len(makers) == 1
-    assert len(said) == 2 and all(tells(line, "entry") for line in said)
+    assert len(said) == 2 and all(contains_in_order(line, "entry") for line in said)
 
 
 def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gkd.data.prompts import PromptSet, load_prompts
 from gkd.errors import ConfigError
 from gkd.recipes.sort_digits.sorting import make_tokenizer
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 A, B, C = (WORDS.index(letter) for letter in "abc")
 USER, SYSTEM, ASSISTANT = (WORDS.index(role) for role in ("<user>", "<system>", "<assistant>"))
@@ -97,32 +97,32 @@ def test_limit(tmp_path: Path) -> None:
 
 def test_every_prompt_too_long(tmp_path: Path) -> None:
     error = complaint(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a a a"}], max_prompt_length=2)
-    assert tells(error, "data.max_prompt_length=2: ", f"{tmp_path}/x.jsonl", "3 tokens")
+    assert contains_in_order(error, "data.max_prompt_length=2: ", f"{tmp_path}/x.jsonl", "3 tokens")
 
 
 def test_a_row_without_the_prompt_or_the_answer(tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": "b"}, {"question": "c"}]
     error = complaint(tmp_path, rows, prompt_key="questions")
-    assert tells(error, f"{tmp_path}/x.jsonl line 1", "'questions' (data.prompt_key)", "question?")
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl line 1", "'questions' (data.prompt_key)", "question?")
     error = complaint(tmp_path, rows, prompt_key="question", answer_key="answer")
-    assert tells(error, f"{tmp_path}/x.jsonl line 2", "'answer' (data.answer_key)", "question")
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl line 2", "'answer' (data.answer_key)", "question")
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
     rows = [{"messages": [message("user", "a")]}]
-    assert tells(complaint(tmp_path, rows, tokenizer=word_tokenizer()), "chat template")
+    assert contains_in_order(complaint(tmp_path, rows, tokenizer=word_tokenizer()), "chat template")
 
 
 @pytest.mark.parametrize("value", [3, None, [], ["a"], [{"role": "user"}], {"role": "user", "content": "a"}])
 def test_neither_string_nor_messages(tmp_path: Path, value: Any) -> None:
     error = complaint(tmp_path, [{"prompt": "a"}, {"prompt": value}])
-    assert tells(error, f"{tmp_path}/x.jsonl line 2: 'prompt' ", "string", "role", "content")
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl line 2: 'prompt' ", "string", "role", "content")
 
 
 @pytest.mark.parametrize("value", [[["a"]], {"value": "a"}])
 def test_an_answer_that_no_response_could_be(tmp_path: Path, value: Any) -> None:
     rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": value}]
-    assert tells(complaint(tmp_path, rows, answer_key="answer"), "line 2: 'answer' ", type(value).__name__)
+    assert contains_in_order(complaint(tmp_path, rows, answer_key="answer"), "line 2: 'answer' ", type(value).__name__)
 
 
 def test_only_the_assistant_speaks(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_only_the_assistant_speaks(tmp_path: Path) -> None:
 def test_a_template_that_refuses(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(template="{{ raise_exception('roles must\n alternate') }}")
     rows = [{"messages": [message("user", "a")]}]
-    assert tells(complaint(tmp_path, rows, tokenizer=tokenizer), "chat template", "'messages': roles")
+    assert contains_in_order(complaint(tmp_path, rows, tokenizer=tokenizer), "chat template", "'messages': roles")
 
 
 def test_a_template_that_cannot_use_the_content(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_a_template_that_cannot_use_the_content(tmp_path: Path) -> None:
     call = {"role": "user", "content": None, "tool_calls": [{"name": "f"}]}
     rows = [{"messages": [message("user", "a")]}, {"messages": [call]}]
     error = complaint(tmp_path, rows, tokenizer=tokenizer)
-    assert tells(error, f"{tmp_path}/x.jsonl line 2: ", "chat template", "'messages': ")
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl line 2: ", "chat template", "'messages': ")
 
 
 def test_no_tokens(tmp_path: Path) -> None:
     error = complaint(tmp_path, [{"prompt": "a"}, {"prompt": " "}])
-    assert tells(error, f"{tmp_path}/x.jsonl line 2: ", "'prompt'", "no tokens")
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl line 2: ", "'prompt'", "no tokens")
 
 
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_content_of_text_parts_is_one_text(tmp_path: Path) -> None:
 )
 def test_content_that_is_no_text_is_named(content: Any, what: str, tmp_path: Path) -> None:
     rows = [{"messages": [message("user", "a")]}, {"messages": [{"role": "user", "content": content}]}]
-    assert tells(complaint(tmp_path, rows), f"{tmp_path}/x.jsonl line 2: 'messages' ", f" {what}; ")
+    assert contains_in_order(complaint(tmp_path, rows), f"{tmp_path}/x.jsonl line 2: 'messages' ", f" {what}; ")
 
 
 def test_a_huge_row_is_left_out_by_its_beginning(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, Image
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
 from gkd.errors import ConfigError
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 ROWS = [{"q": "one", "n": 1}, {"q": "zwölf", "n": 12}]
 
@@ -55,13 +55,13 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped_and_lines_still_counted(t
 
 
 def test_missing(tmp_path: Path) -> None:
-    assert tells(error_of(tmp_path / "no.jsonl"), f"{tmp_path}/no.jsonl")
+    assert contains_in_order(error_of(tmp_path / "no.jsonl"), f"{tmp_path}/no.jsonl")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_empty(tmp_path: Path, content: str) -> None:
     file = jsonl(tmp_path, content)
-    assert tells(error_of(file), file, "empty")
+    assert contains_in_order(error_of(file), file, "empty")
 
 
 def test_empty_parquet(tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_empty_parquet(tmp_path: Path) -> None:
 
 def test_not_json(tmp_path: Path) -> None:
     file = jsonl(tmp_path, '{"q": 1}\n\n{"q": 2,}\n')
-    assert tells(error_of(file), f"{file} line 3", "JSON")
+    assert contains_in_order(error_of(file), f"{file} line 3", "JSON")
 
 
 def test_nested_too_deep(tmp_path: Path) -> None:
     file = jsonl(tmp_path, "[" * 200_000)
-    assert tells(error_of(file), f"{file} line 1", "JSON")
+    assert contains_in_order(error_of(file), f"{file} line 1", "JSON")
 
 
 @pytest.mark.parametrize(
@@ -86,32 +86,32 @@ def test_nested_too_deep(tmp_path: Path) -> None:
 )
 def test_not_an_object(tmp_path: Path, line: str, kind: str) -> None:
     file = jsonl(tmp_path, f'{{"q": 1}}\n{line}\n')
-    assert tells(error_of(file), f"{file} line 2", kind)
+    assert contains_in_order(error_of(file), f"{file} line 2", kind)
 
 
 def test_not_utf8(tmp_path: Path) -> None:
     file = jsonl(tmp_path, b'{"q": 1}\n{"q": "\xff"}\n')
-    assert tells(error_of(file), f"{file} line 2", "UTF-8", "byte 8")
+    assert contains_in_order(error_of(file), f"{file} line 2", "UTF-8", "byte 8")
 
 
 def test_unknown_format(tmp_path: Path) -> None:
     file = jsonl(tmp_path, "q\n1\n", "x.txt")
-    assert tells(error_of(file), file, "format", ".jsonl")
+    assert contains_in_order(error_of(file), file, "format", ".jsonl")
 
 
 def test_broken_parquet(tmp_path: Path) -> None:
     file = jsonl(tmp_path, "no parquet", "x.parquet")
-    assert tells(error_of(file), file, "Parquet")
+    assert contains_in_order(error_of(file), file, "Parquet")
 
 
 def test_directory_of_something_else(tmp_path: Path) -> None:
-    assert tells(error_of(tmp_path), tmp_path, "save_to_disk")
+    assert contains_in_order(error_of(tmp_path), tmp_path, "save_to_disk")
 
 
 def test_directory_of_several_splits(tmp_path: Path) -> None:
     rows = Dataset.from_list(ROWS)
     DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
-    assert tells(error_of(tmp_path / "saved"), "(test, train)", f"{tmp_path}/saved/train")
+    assert contains_in_order(error_of(tmp_path / "saved"), "(test, train)", f"{tmp_path}/saved/train")
 
 
 def test_lacking_key_names_line_setting_nearest_and_what_is_there(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_lacking_key_names_line_setting_nearest_and_what_is_there(tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         row.get("questoin", "data.prompt_key")
     parts = (f"{file} line 1", "'questoin'", "(data.prompt_key)", "question?", "question, answer")
-    assert tells(str(caught.value), *parts)
+    assert contains_in_order(str(caught.value), *parts)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
 def test_what_is_wrong_in_a_file_is_named(
     tmp_path: Path, name: str, content: str | bytes, told: tuple[str, ...]
 ) -> None:
-    assert tells(error_of(jsonl(tmp_path, content, name)), *told)
+    assert contains_in_order(error_of(jsonl(tmp_path, content, name)), *told)
 
 
 def test_rows_come_as_they_are_read(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_nested_columns(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         row.get("reward_model.ground_thruth", "data.answer_key")
     keys = "reward_model.ground_truth, reward_model.style, a.b, l"
-    wanted = ("x ", "'reward_model.ground_thruth'", "(data.answer_key)", "reward_model.ground_truth?", keys)
-    assert tells(str(caught.value), *wanted)
+    parts = ("x ", "'reward_model.ground_thruth'", "(data.answer_key)", "reward_model.ground_truth?", keys)
+    assert contains_in_order(str(caught.value), *parts)
 
 
 @pytest.fixture
@@ -240,12 +240,12 @@ def test_names_in_the_local_cache(cached: Path) -> None:
     ],
 )
 def test_parts_that_a_name_does_not_have(cached: Path, part: str, told: tuple[str, ...]) -> None:
-    assert tells(error_of(Path(f"someone/sums{part}")), *told)
+    assert contains_in_order(error_of(Path(f"someone/sums{part}")), *told)
 
 
 def test_a_name_that_is_not_in_the_cache(cached: Path) -> None:
     error = error_of(Path("someone/none:train"))
-    assert tells(error, "someone/none:train", "hf download --repo-type dataset someone/none")
+    assert contains_in_order(error, "someone/none:train", "hf download --repo-type dataset someone/none")
 
 
 def test_a_split_of_a_saved_directory(tmp_path: Path) -> None:

@@ -163,12 +163,12 @@ def test_names_of_other_systems_are_answered_as_the_page_says() -> None:
     rows = [row for row in tables(text.partition("## Names of earlier versions")[0]) if row[0] != "gkd"]
     assert len(rows) > 50
     for ours, *theirs, _ in rows:
-        wanted = re.findall(r"`([^`]+)`", ours)
-        assert all(name.removesuffix(".*") in KNOWN for name in wanted), ours
+        ours_named = re.findall(r"`([^`]+)`", ours)
+        assert all(name.removesuffix(".*") in KNOWN for name in ours_named), ours
         for cell in theirs:
             for name in re.findall(r"`([^`]+)`", cell):
                 answer = hint(name, KNOWN)
-                assert name in wanted or any(own in answer for own in wanted), f"{name}: {answer}"
+                assert name in ours_named or any(own in answer for own in ours_named), f"{name}: {answer}"
 
 
 def test_names_of_earlier_versions_are_answered() -> None:
@@ -176,8 +176,8 @@ def test_names_of_earlier_versions_are_answered() -> None:
     rows = [row for row in tables(text.partition("## Names of earlier versions")[2]) if "`" in row[1]]
     assert rows
     for new, old in rows:
-        (wanted,), (name,) = re.findall(r"`([^`]+)`", new), re.findall(r"`([^`]+)`", old)
-        assert wanted in hint(name, KNOWN), f"{name}: {hint(name, KNOWN)}"
+        (setting,), (name,) = re.findall(r"`([^`]+)`", new), re.findall(r"`([^`]+)`", old)
+        assert setting in hint(name, KNOWN), f"{name}: {hint(name, KNOWN)}"
 
 
 def test_every_metric_is_described() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gkd.data.prompts import fingerprint
-from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, State
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.resume import cut, require_same_data
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
@@ -45,7 +45,7 @@ def test_other_data_is_refused() -> None:
     own = fingerprint(prompts("1", 2, 3))
     assert own == fingerprint(prompts("1", 2, 3))
     assert len({own, fingerprint(prompts("1", 2, 4)), fingerprint(prompts("2", 2, 3)), fingerprint([])}) == 4
-    saved = SavedCheckpoint(Path("/step_1"), "end", State(), {}, "", "float32", {"train": own, "val": "0"}, {})
+    saved = SavedCheckpoint(Path("/step_1"), "end", RunState(), {}, "", "float32", {"train": own, "val": "0"}, {})
     require_same_data(saved, {"train": own, "val": "0"})
     with pytest.raises(ConfigError, match=r"data\.val_files .*/step_1\b"):
         require_same_data(saved, {"train": own, "val": "1"})

@@ -1,4 +1,4 @@
-"""Memory that is freed and soon wanted again."""
+"""Memory that is freed and soon needed again."""
 
 from __future__ import annotations
 

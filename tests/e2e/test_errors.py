@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 ROOT = Path(__file__).parents[2]
 STUCK = """
@@ -57,7 +57,7 @@ def test_output_into_a_closed_pipe_ends_with_a_line_and_a_code(command: tuple[st
     both = python(*command, stdout=writes, stderr=writes)
     os.close(writes)
     (line,) = program.communicate(timeout=60)[1].splitlines()
-    assert tells(line, "failed: ", "standard output")
+    assert contains_in_order(line, "failed: ", "standard output")
     assert (program.returncode, both.wait(60)) == (1, 1)
 
 

@@ -18,7 +18,7 @@ import pytest
 from gkd.config.compose import compose
 from gkd.version import __version__
 from tests.e2e.conftest import ROOT, SMALL, environment
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 STEPS = 30
 ALWAYS = {
@@ -172,7 +172,7 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
-        assert tells(line, f"tcp://127.0.0.1:{port}: {teacher}", "K"), line
+        assert contains_in_order(line, f"tcp://127.0.0.1:{port}: {teacher}", "K"), line
         command = [sys.executable, "-m", "gkd.main", "+recipe=on_policy_distill", f"model.path={student}", *shared]
         command += ["teacher.server_ip=127.0.0.1", f"data.train_files=[{data / 'train.jsonl'}]"]
         command += [f"data.val_files=[{data / 'val.jsonl'}]", "data.answer_key=answer", "data.val_limit=32"]
@@ -203,9 +203,9 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     assert agreeing(found, own) > 0.25 > agreeing(found, students)
 
 
-def agreeing(found: list[float], wanted: list[float]) -> float:
+def agreeing(found: list[float], expected: list[float]) -> float:
     """Share of numbers that are the same."""
-    return sum(abs(a - b) < 1e-3 for a, b in zip(found, wanted, strict=True)) / len(found)
+    return sum(abs(a - b) < 1e-3 for a, b in zip(found, expected, strict=True)) / len(found)
 
 
 STUDENTS_TEMPLATE = "{{ bos_token }} {{ messages[0]['content'] }}"

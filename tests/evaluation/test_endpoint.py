@@ -84,7 +84,7 @@ def test_an_endpoint_is_asked_what_is_missing(
     assert (again.n, again.model, again.tokens_per_second is not None) == (5, "adder", True)
     warm = [*arguments(tmp_path, server, n=5), "evaluate.sets.sums.temperature=0.7"]
     evaluate(compose_evaluation(warm), out, quick=False)
-    more = [*warm, "evaluate.sets.sums.samples=2"]
+    more = [*warm, "evaluate.sets.sums.n=2"]
     (third,) = evaluate(compose_evaluation(more), out, quick=False)
     assert (third.samples, len(Adder.asked)) == (2, 15)  # the second answers alone
     (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)
@@ -95,8 +95,8 @@ def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server
     given = {"stop": "['.']", "top_k": "3", "min_p": "0.1", "presence_penalty": "0.5", "temperature": "0.7"}
     own = [f"evaluate.sets.sums.{name}={value}" for name, value in given.items()]
     evaluate(compose_evaluation([*arguments(tmp_path, server), *own]), Console(file=StringIO()))
-    wanted = {"stop": ["."], "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5, "temperature": 0.7}
-    assert {name: Adder.asked[0][name] for name in wanted} == wanted
+    sampling = {"stop": ["."], "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5, "temperature": 0.7}
+    assert {name: Adder.asked[0][name] for name in sampling} == sampling
     evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))  # other sampling, other answers
     assert len(Adder.asked) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.asked[-1].keys()
 

@@ -39,11 +39,11 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def test_a_reward_of_a_set_alone_has_its_settings_in_the_section_of_rewards(tmp_path: Path) -> None:
     """Its defaults too; what training learns from is another matter, and its settings are not in the way."""
-    given = {"functions": [HERE + "ranked"], "ranked": {"best": 2.0}, "optional": {"wanted": 3}, "weights": [0.5]}
+    given = {"functions": [HERE + "ranked"], "ranked": {"best": 2.0}, "optional": {"level": 3}, "weights": [0.5]}
     config = with_rewards(tmp_path, [HERE + "optional", HERE + "trl"], **given)
     own = settings_of(config)
     assert own["functions"] == [HERE + "optional", HERE + "trl"] and own["weights"] is None
-    assert (own["optional"], own["trl"], own.get("ranked")) == ({"wanted": 3}, {"bonus": 0.0}, None)
+    assert (own["optional"], own["trl"], own.get("ranked")) == ({"level": 3}, {"bonus": 0.0}, None)
     assert config.reward.functions == [HERE + "ranked"] and config.reward.model_dump()["ranked"] == {"best": 2.0}
     assert load(config.model_dump()) == config  # as config.yaml has it
 
@@ -71,7 +71,7 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
         (["format", "format"], {}, "data.val_sets.own.rewards .*twice"),
         (["reward_model"], {}, "data.val_sets.own.rewards: .*reward model"),
         (["accuracy"], {"answer_key": None}, "data.val_sets.own.rewards: accuracy .*answers"),
-        ([HERE + "optional"], {"optional": {"wnated": 3}}, "reward.optional.wnated"),
+        ([HERE + "optional"], {"optional": {"levle": 3}}, "reward.optional.levle"),
         (["judge"], {}, "reward.judge"),
     ],
 )

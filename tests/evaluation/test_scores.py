@@ -10,7 +10,7 @@ from gkd.evaluation.questions import Question
 from gkd.evaluation.scores import SampledAnswer, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
-SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
+SETTINGS = EvalSet(files=["x"], answer_key="answer", n=4, temperature=1.0, pass_k=[1, 2, 4])
 
 
 def question(answer: str | None, key: str = "q", difficulty: str | None = None) -> Question:
@@ -23,9 +23,9 @@ def sampled(*texts: str) -> list[SampledAnswer]:
 
 def test_one_of_four_is_right() -> None:
     found = scores_of_question(question("72"), SETTINGS, sampled("#### 72", "so 71 clips", "it is 71", "70"))
-    wanted = {"accuracy": 0.25, "avg@4": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0, "maj@4": 0.0}
-    wanted |= {"reward/format": 1.5, "cost": 4.0, "iterations": 1.0, "length": 4.0, "truncated": 0.25}
-    assert found == pytest.approx(wanted)
+    expected = {"accuracy": 0.25, "avg@4": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0, "maj@4": 0.0}
+    expected |= {"reward/format": 1.5, "cost": 4.0, "iterations": 1.0, "length": 4.0, "truncated": 0.25}
+    assert found == pytest.approx(expected)
 
 
 def test_a_single_sample_has_accuracy_alone_and_without_answers_there_is_none() -> None:

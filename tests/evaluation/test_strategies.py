@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from gkd.config.evaluation import _takes_ask_and_row
-from gkd.evaluation.asking import answer_all
-from gkd.evaluation.looking import Adaptive, FixedK, Looking
+from gkd.config.evaluation import _is_strategy
+from gkd.evaluation.answering import answer_all
 from gkd.evaluation.questions import Question
+from gkd.evaluation.retrieval import AdaptiveRetrieval, FixedRetrieval, Retrieval
 from gkd.evaluation.self_consistency import SelfConsistency
 from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling
-from tests.evaluation.test_asking import jobs
+from tests.evaluation.test_answering import jobs
 
 DOCUMENTS = {"documents": ["rain", "the answer is 7", "sun"]}
 
@@ -38,7 +38,7 @@ class Model:
         await asyncio.Event().wait()
 
 
-async def strategy(ask: object, row: object, k: int = 1) -> Answer:
+async def strategy(generate: object, row: object, k: int = 1) -> Answer:
     return Answer("1")
 
 
@@ -48,30 +48,30 @@ def decorated(*arguments: object) -> object:
 
 
 class OfAClass:
-    async def __call__(self, ask: object, row: object) -> Answer:
+    async def __call__(self, generate: object, row: object) -> Answer:
         return Answer("1")
 
 
-def plain(ask: object, row: object) -> Answer:
+def plain(generate: object, row: object) -> Answer:
     return Answer("1")
 
 
 @pytest.mark.parametrize("one", [strategy, functools.partial(strategy, k=2), decorated, OfAClass, OfAClass()])
 def test_whatever_is_awaited_with_ask_and_row_is_a_strategy(one: object) -> None:
-    assert _takes_ask_and_row(one)
+    assert _is_strategy(one)
 
 
 @pytest.mark.parametrize("one", [plain, Answer, object()])
 def test_what_is_not_is_none(one: object) -> None:
-    assert not _takes_ask_and_row(one)
+    assert not _is_strategy(one)
 
 
 def answered(model: Model, strategy: object, row: dict[str, object]) -> Answer:
     (job,) = jobs(1)
     question = Question(job.question.key, job.question.prompt, row)
     found: list[Answer] = []
-    wanted = [type(job)(question, 0)]
-    answer_all(model, wanted, strategy, Sampling(8), 0, lambda asked: found.append(asked.answer))
+    to_answer = [type(job)(question, 0)]
+    answer_all(model, to_answer, strategy, Sampling(8), 0, lambda asked: found.append(asked.answer))
     return found[0]
 
 
@@ -82,24 +82,24 @@ def reader(prompt: str, _: int) -> str:
 
 def test_adaptive_looks_until_the_model_answers() -> None:
     model = Model(reader)
-    assert answered(model, Adaptive(Looking.Config(k=3)), DOCUMENTS) == Answer("7", 3, 3)
+    assert answered(model, AdaptiveRetrieval(Retrieval.Config(k=3)), DOCUMENTS) == Answer("7", 3, 3)
     assert "rain" not in model.prompts[0] and "[1] rain" in model.prompts[1] and "sun" not in model.prompts[2]
-    assert answered(Model(lambda *_: "5"), Adaptive(Looking.Config()), DOCUMENTS) == Answer("5", 1, 1)
+    assert answered(Model(lambda *_: "5"), AdaptiveRetrieval(Retrieval.Config()), DOCUMENTS) == Answer("5", 1, 1)
 
 
 def test_adaptive_answers_after_k_steps_and_thinks_where_there_is_nothing_to_look_at() -> None:
     model = Model(lambda prompt, n: "9" if "or with MORE" not in prompt else f"MORE: thought {n}")
-    assert answered(model, Adaptive(Looking.Config(k=2)), {}) == Answer("9", 7, 3)
+    assert answered(model, AdaptiveRetrieval(Retrieval.Config(k=2)), {}) == Answer("9", 7, 3)
     assert "[1] thought 0\n\n[2] thought 1" in model.prompts[2]
 
 
 def test_fixed_k_takes_k_steps_whatever_the_model_says() -> None:
     model = Model(reader)
-    found = answered(model, FixedK(Looking.Config(k=2)), DOCUMENTS)
+    found = answered(model, FixedRetrieval(Retrieval.Config(k=2)), DOCUMENTS)
     assert (found.text, found.iterations, len(model.prompts)) == ("7", 3, 3)
     assert "sun" not in model.prompts[-1]
-    with pytest.raises(Exception, match=r"FixedK .*question 1: ValueError: .*\bdocuments\b"):
-        answered(model, FixedK(Looking.Config()), {"documents": "rain"})
+    with pytest.raises(Exception, match=r"FixedRetrieval .*question 1: ValueError: .*\bdocuments\b"):
+        answered(model, FixedRetrieval(Retrieval.Config()), {"documents": "rain"})
 
 
 def test_self_consistency_takes_what_most_samples_say() -> None:

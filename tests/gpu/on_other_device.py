@@ -33,7 +33,7 @@ from gkd.inference.engine import Device, EngineSpec
 from gkd.inference.hf import HFSampler
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.types import Prompt, SampleRequest, Sampling, VersionSpan
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.actor import models
 from tests.data.models import word_tokenizer
 from tests.families import make
@@ -72,7 +72,7 @@ def samples(device: Device, directory: Path) -> Figures:
             for _, sample in engine.step():
                 yield from (sample.token_ids, sample.sampled_logprobs)
         state = {name: 1.01 * value for name, value in model.state_dict().items() if name != "lm_head.weight"}
-        engine.load_weights(Piece(1, 0, True), state)
+        engine.load_weights(Bucket(1, 0, True), state)
 
 
 def trains(recipe: str, overrides: dict[str, object]) -> Callable[[Device, Path], Figures]:

@@ -84,15 +84,15 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arrive()
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
     ours = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
-    wanted = kwargs.get("device")
-    if not ours and not is_device(wanted):
+    device = kwargs.get("device")
+    if not ours and not is_device(device):
         return func(*args, **kwargs)
     strange = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
-    alone = len(tensors) == 1 and is_device(wanted)  # empty_like(tensor, device=...)
+    alone = len(tensors) == 1 and is_device(device)  # empty_like(tensor, device=...)
     if strange and func not in INDEXED and not alone:
         raise RuntimeError(f"{func}: a tensor {tuple(strange[0].shape)} of the host among the device's")
     result = func(*tree_map(host_of, args), **tree_map(host_of, kwargs))
-    if wanted is not None and not is_device(wanted):
+    if device is not None and not is_device(device):
         return result
     same = {id(tensor.host): tensor for tensor in ours}  # what is changed in place stays the same tensor
     return tree_map(lambda x: same.get(id(x), OnDevice(x)) if isinstance(x, Tensor) else x, result)

@@ -14,7 +14,7 @@ from gkd.config import RewardModel
 from gkd.data.model_info import ModelInfo
 from gkd.inference.classifier import Classifier
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import Rate, Score, ScorerRefused
+from gkd.inference.requests import RateRequest, ScoreRequest, ScorerRejected
 from gkd.rewards.reward_model import tokens_of
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
@@ -74,15 +74,15 @@ def test_over_the_wire(engine: Classifier, path: Path) -> None:
     client = ScoringClient([server.address], "hash", key=KEY, request_timeout_s=20)
     try:
         client.connect()
-        futures = [client.submit(Rate(np.array(ids, np.int32))) for ids in SEQUENCES]
+        futures = [client.submit(RateRequest(np.array(ids, np.int32))) for ids in SEQUENCES]
         assert [f.result(20) for f in futures] == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
         for request, reason in (
-            (Score(np.array([3, 4], np.int32), ((1, 2),), 0), "is a reward model"),
-            (Rate(np.zeros(33, np.int32)), "33 tokens"),
-            (Rate(np.array([99], np.int32)), "token 99"),
-            (Rate(np.zeros(0, np.int32)), "nothing to rate"),
+            (ScoreRequest(np.array([3, 4], np.int32), ((1, 2),), 0), "is a reward model"),
+            (RateRequest(np.zeros(33, np.int32)), "33 tokens"),
+            (RateRequest(np.array([99], np.int32)), "token 99"),
+            (RateRequest(np.zeros(0, np.int32)), "nothing to rate"),
         ):
-            with pytest.raises(ScorerRefused, match=reason):
+            with pytest.raises(ScorerRejected, match=reason):
                 client.submit(request).result(20)
     finally:
         client.close()

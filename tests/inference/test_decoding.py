@@ -39,7 +39,7 @@ def test_tokens_and_logprobs_are_those_of_generate(name: str, stopping: object, 
     with torch.no_grad():
         own, theirs = (_Draw(sampling, range(len(ids)), 0, ids.shape[1]) for _ in range(2))
         made = decode(model, ids, mask, LIMIT, own.choose, [END, 4], stopping)
-        wanted = model.generate(
+        expected = model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=LIMIT,
@@ -49,7 +49,7 @@ def test_tokens_and_logprobs_are_those_of_generate(name: str, stopping: object, 
             eos_token_id=[END, 4],
             pad_token_id=END,
         )[:, ids.shape[1] :]
-    assert torch.equal(made, wanted)
+    assert torch.equal(made, expected)
     assert torch.equal(torch.stack(own.logprobs), torch.stack(theirs.logprobs))
 
 

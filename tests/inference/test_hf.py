@@ -27,8 +27,8 @@ def test_every_row_draws_what_a_multinomial_with_its_own_generator_draws() -> No
         scores = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(step))
         chosen = draw(torch.zeros(ROWS, step, dtype=torch.int64), scores.clone()).argmax(-1)
         rows = (scores / 0.7).log_softmax(-1).exp()
-        wanted = [torch.multinomial(row, 1, generator=g) for row, g in zip(rows, generators, strict=True)]
-        assert torch.equal(chosen, torch.cat(wanted))
+        expected = [torch.multinomial(row, 1, generator=g) for row, g in zip(rows, generators, strict=True)]
+        assert torch.equal(chosen, torch.cat(expected))
 
 
 def test_logits_that_are_not_finite_end_the_run() -> None:

@@ -28,5 +28,5 @@ def test_a_process_has_as_many_threads_as_its_model_is_large(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     small, own = model(tmp_path / "small", 0.1), model(tmp_path / "own", megabytes, files)
     assert compute_threads([own]) == compute_threads([small, own]) == threads
-    assert compute_threads([own], wanted=3) == 3
+    assert compute_threads([own], n_threads=3) == 3
     assert environment("cpu", [own])["OMP_NUM_THREADS"] == str(threads)

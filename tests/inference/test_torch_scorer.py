@@ -16,7 +16,7 @@ from gkd.config import Reference, Scorer, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import FULL_VOCABULARY, Generate, Limits, Refused, Score
+from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.modeling.backbone import is_packed
 from gkd.modeling.linear import PackedLinear
@@ -48,7 +48,7 @@ def run(engine: TorchScorer, requests: list[Any]) -> list[Any]:
     return [found[key] for key in range(len(requests))]
 
 
-def mixed() -> list[Score]:
+def mixed() -> list[ScoreRequest]:
     """Requests of every kind and of many lengths."""
     kinds = [(3, 1.0, None), (FULL_VOCABULARY, 0.7, None), (0, 1.0, None), (8, 2.5, 90), (90, 1.0, 90), (5, 0.7, 200)]
     found = [a_request(1 + 3 * i, 20 + 2 * i, k, t, v, i) for i, (k, t, v) in enumerate(itertools.chain(kinds, kinds))]
@@ -150,7 +150,7 @@ def test_prompts_are_continued_greedily(family: str, tmp_path: Path) -> None:
     model = make(family, 0)
     model.save_pretrained(tmp_path)
     engine = TorchScorer(spec_of(tmp_path))
-    prompts = [Generate(a_request(2 + i, 1, 0, seed=100 + i).token_ids, 3 + 5 * (i % 3)) for i in range(9)]
+    prompts = [GenerateRequest(a_request(2 + i, 1, 0, seed=100 + i).token_ids, 3 + 5 * (i % 3)) for i in range(9)]
     scores = mixed()[:3]
     found = run(engine, [*prompts, *scores])
     for prompt, answer in zip(prompts, found, strict=False):
@@ -185,7 +185,7 @@ def test_errors_name_the_model_and_its_section(
         TorchScorer(long)
     with pytest.raises(RunFailed, match=rf"\b{name}\b.*{tmp_path}"):
         TorchScorer(replace(long, settings=settings(), model_path=str(tmp_path)))
-    with pytest.raises(Refused, match=rf"\({section}\.max_top_k\)"):
+    with pytest.raises(RequestRejected, match=rf"\({section}\.max_top_k\)"):
         Limits(name, at, INFO.vocabulary, 4, 100, 1).check(a_request(4, 4, 5))
     setting = {"teacher:math": r"teacher\.models\.math"}.get(name, rf"{name}\.model\.path")
     with pytest.raises(ConfigError, match=rf"^{setting}={tmp_path}\b"):

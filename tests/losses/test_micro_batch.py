@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.actor.batches import pack, share
+from gkd.actor.batches import balance_over_ranks, pack
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.algorithms.aggregation import token_weights
@@ -33,7 +33,7 @@ def test_pack_keeps_every_sequence_within_the_budget(found: list[int], budget: i
 
 @given(lengths, st.integers(1, 9))
 def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(found: list[int], ranks: int) -> None:
-    shares = share(found, ranks)
+    shares = balance_over_ranks(found, ranks)
     assert len(shares) == ranks
     assert sorted(i for part in shares for i in part) == list(range(len(found)))
     loads = [sum(found[i] for i in part) for part in shares]

@@ -96,7 +96,7 @@ def test_equal_rewards_give_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_the_whole_loss_written_out(name: str, aggregation: str) -> None:
-    """Every part at once: clipped surrogate, truncated correction, the teacher's KL in the advantage, and a penalty.
+    """Every part at once: clipped surrogate, capped importance weights, teacher's KL in the advantage, and a penalty.
 
     And the gradient: how much each token's log-probability is pushed. With advantages that differ within a response,
     GSPO pushes each token by its own (GSPO-token, eq. 14).

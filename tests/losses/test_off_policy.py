@@ -50,7 +50,7 @@ WIDE = {"clip_low": 1e6, "clip_high": 1e6}
 
 
 @pytest.mark.parametrize(
-    ("how", "wanted"),
+    ("how", "kind"),
     [
         ({"name": "grpo", "policy": WIDE}, "reward"),
         ({"name": "gspo", "policy": WIDE}, "reward"),
@@ -63,7 +63,7 @@ WIDE = {"clip_low": 1e6, "clip_high": 1e6}
     ],
 )
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, Any], wanted: str, level: str) -> None:
+def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, Any], kind: str, level: str) -> None:
     """Summed over all that an engine could have sampled, after an update since, it is that of what is to be learned."""
     logits, old, sampler = off_policy()
     micro, rows, advantages = every_token(sampler, logits, old)
@@ -72,11 +72,11 @@ def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, 
     found = torch.autograd.grad(total, logits, retain_graph=True)[0]
     log_q = logits.log_softmax(-1)
     assert micro.reference_logprobs is not None and micro.targets is not None
-    if wanted == "teacher":
+    if kind == "teacher":
         exact = (log_q.exp() * (log_q - micro.targets.teacher_token_logprobs)).sum()
     else:
         exact = -(log_q.exp() * advantages).sum()
-    if wanted == "penalty":
+    if kind == "penalty":
         exact = exact + 0.3 * (log_q.exp() * (log_q - micro.reference_logprobs)).sum()
     torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
 

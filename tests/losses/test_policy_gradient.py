@@ -111,10 +111,10 @@ def test_a_penalty_is_on_average_what_its_name_says(estimator: Estimator, moved:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mask", [False, True])
-def test_corrections_one_by_one(level: str, mask: bool) -> None:
+def test_importance_weights_one_by_one(level: str, mask: bool) -> None:
     trainer, sampler, _, bounds = a_case([3, 1, 4, 2], seed=5)
-    found = pg.correction(trainer, sampler, bounds, level, mask, 1.3).tolist()
-    assert not pg.correction(trainer, sampler, bounds, level, mask, 1.3).requires_grad
+    found = pg.importance_weights(trainer, sampler, bounds, level, mask, 1.3).tolist()
+    assert not pg.importance_weights(trainer, sampler, bounds, level, mask, 1.3).requires_grad
     ratios = [math.exp(a - b) for a, b in zip(trainer.tolist(), sampler.tolist(), strict=True)]
     expected: list[float] = []
     for start, stop in pairwise(bounds.tolist()):

@@ -102,7 +102,7 @@ def test_an_advantage_estimator(run: Run) -> None:
 def test_a_reward(run: Run) -> None:
     kind = Registry("reward.functions", {}).load("reward.py:Brevity")
     lengths = [Completion("", "", None, n_tokens, 64, truncated=False) for n_tokens in (2, 4, 16)]
-    assert [kind(kind.Config(wanted=4))(completion) for completion in lengths] == [1.0, 1.0, 0.25]
+    assert [kind(kind.Config(target_length=4))(completion) for completion in lengths] == [1.0, 1.0, 0.25]
 
 
 def test_a_surrogate_and_an_algorithm(run: Run) -> None:

@@ -16,7 +16,7 @@ from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
 from gkd.observability.tracking import MetricsLog, Trackers
 from gkd.observability.watch import Watcher
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 log = logging.getLogger("gkd")
 
@@ -34,7 +34,7 @@ def test_what_happens_is_written_as_it_happens(
         metrics = MetricsLog(tmp_path / "metrics.jsonl", trackers, events)
         metrics.write({"step": 0, "val/accuracy": 0.25})
         log.info("of no interest later")
-        Watcher(config).look(1, {"response/clip_ratio": 0.5})
+        Watcher(config).check(1, {"response/clip_ratio": 0.5})
         log.warning("rollout rank 1 died", extra={"kind": "death"})
         log.info("rollout rank 1 is there", extra={"kind": "restart"})
         metrics.write({"step": 1})
@@ -78,7 +78,7 @@ def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
     finally:
         log.removeHandler(handler)
     (lost,) = (record.getMessage() for record in warned)
-    assert tells(lost, "events", "no space")
+    assert contains_in_order(lost, "events", "no space")
 
 
 def test_a_file_of_lines_that_cannot_be_written_is_named(tmp_path: Path) -> None:

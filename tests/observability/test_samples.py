@@ -19,10 +19,10 @@ from tests.samples import training_sample
 N, K = 6, 8
 
 
-def scored(own_answer: bool = False, top: int = K) -> ScoredSample:
+def scored(from_dataset: bool = False, top: int = K) -> ScoredSample:
     random = np.random.default_rng(0)
     prompt = Prompt(3, np.array([1, 2], np.int32), "one two", answer="three")
-    request = SampleRequest(prompt, 0, 0, Sampling(N), own_answer=own_answer)
+    request = SampleRequest(prompt, 0, 0, Sampling(N), from_dataset=from_dataset)
     logprobs = np.log(random.uniform(0.1, 1, N)).astype(np.float32)
     sample = Sample.single_turn(request, np.arange(3, 3 + N, dtype=np.int32), logprobs, 4, "stop")
     likely = -np.sort(random.exponential(size=(N, top)).astype(np.float32), axis=1)
@@ -61,5 +61,5 @@ def test_tokens_have_the_log_probabilities_of_both(tmp_path: Path, monkeypatch: 
 def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tokens" not in written(tmp_path, monkeypatch, scored(), 0)
     (tmp_path / "samples.jsonl").unlink()
-    own = written(tmp_path, monkeypatch, scored(own_answer=True, top=0), 99)
+    own = written(tmp_path, monkeypatch, scored(from_dataset=True, top=0), 99)
     assert own["tokens"].keys() == {"text", "teacher"} and len(own["tokens"]["text"]) == N

@@ -18,7 +18,7 @@ from gkd.cluster.workers.activity import Activity, ActivitySpan, record_activity
 from gkd.cluster.workers.group import WorkerReport
 from gkd.observability.page.run import read_spans
 from gkd.observability.timeline import StepStages, Timeline
-from tests.told import tells
+from tests.error_text import contains_in_order
 from tests.weights.reports import report
 
 STAGES = StepStages(start=100.0, generated=104.0, scored=105.0, updated=109.0, end=110.0)
@@ -108,7 +108,7 @@ def test_the_file_is_a_trace_with_causes(tmp_path: Path) -> None:
     assert {span["lane"] for span in read_spans(file)} == set(lanes.values())  # as the report reads it
     busy, pace = timeline.summary().split("; ")
     assert busy.partition(": ")[2] == "actor 45%, rollout 40%, teacher 35%"
-    assert tells(pace, "actor", "34%")
+    assert contains_in_order(pace, "actor", "34%")
 
 
 def test_a_run_that_goes_on_keeps_the_steps_before_and_forgets_those_that_are_done_again(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path: Path, caplog:
     timeline.add(1, STAGES, step_of_four())
     for _ in range(2):
         timeline.write()
-    assert [tells(message, "timeline", os.strerror(errno.ENOENT)) for message in caplog.messages] == [True]
+    assert [contains_in_order(message, "timeline", os.strerror(errno.ENOENT)) for message in caplog.messages] == [True]
 
 
 def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:

@@ -51,5 +51,5 @@ def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixtur
     watcher = Watcher(Config())
     with caplog.at_level(logging.WARNING, logger="gkd"):
         for step in range(1, AGAIN_AFTER + 2):
-            watcher.look(step, {"response/clip_ratio": 1.0})
+            watcher.check(step, {"response/clip_ratio": 1.0})
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", f"step {AGAIN_AFTER + 1}"]

@@ -9,16 +9,16 @@ from gkd.weights.transfer import Receiver, Sender, Transfer
 
 
 class Writer(Sender):
-    def pack(self, tensors, piece):
-        file = Path(self.settings.own_settings().directory, f"{piece.version}-{piece.number}.safetensors")
+    def pack(self, tensors, bucket):
+        file = Path(self.settings.class_settings().directory, f"{bucket.version}-{bucket.number}.safetensors")
         save_file(tensors, file)
         return str(file)
 
 
 class Reader(Receiver):
-    def receive(self, piece):
-        tensors = load_file(piece.contents[0])
-        Path(f"{piece.contents[0]}.read").touch()
+    def receive(self, bucket):
+        tensors = load_file(bucket.contents[0])
+        Path(f"{bucket.contents[0]}.read").touch()
         return tensors
 
 

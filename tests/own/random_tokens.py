@@ -14,7 +14,7 @@ class RandomTokens(InferenceEngine[SampleRequest, Sample]):
         n_tokens: int = Field(4, ge=1, description="tokens to draw from")
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.n, self.end, self.waiting = spec.settings.own_settings().n_tokens, spec.model.eos_ids[0], []
+        self.n, self.end, self.waiting = spec.settings.class_settings().n_tokens, spec.model.eos_ids[0], []
 
     def add(self, key, request):
         self.waiting.append((key, request))
@@ -33,5 +33,5 @@ class RandomTokens(InferenceEngine[SampleRequest, Sample]):
         logprobs = np.full(len(tokens), -np.log(self.n), np.float32)
         return Sample.single_turn(request, tokens.astype(np.int32), logprobs, self.version, "stop")
 
-    def load_weights(self, piece, tensors):
+    def load_weights(self, bucket, tensors):
         pass  # a transfer brought them; random tokens need none

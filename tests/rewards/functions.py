@@ -109,8 +109,8 @@ def trl_of_prompts(prompts, **kwargs):  # type: ignore[no-untyped-def]
     return [len(p) + len(c) for p, c in zip(prompts, kwargs["completions"], strict=True)]
 
 
-def optional(completion: Completion, wanted: int = 4) -> float:
-    return float(completion.columns["level"] == wanted)
+def optional(completion: Completion, level: int = 4) -> float:
+    return float(completion.columns["level"] == level)
 
 
 def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, factor=1.0):  # type: ignore[no-untyped-def]

@@ -26,7 +26,7 @@ ROW = {
 MESSAGES = ({"role": "user", "content": "2 + 2 ="},)
 
 
-def judged(response: str, messages: Any = None, n: int = 1) -> Completion:
+def make_completion(response: str, messages: Any = None, n: int = 1) -> Completion:
     return Completion("2 + 2 =", response, "5", n, 10, False, columns=ROW, messages=messages)
 
 
@@ -40,43 +40,47 @@ def value(name: str, marked: Completion | list[Completion], **options: Any) -> A
 
 def test_verl() -> None:
     """The ground truth is the row's, whatever the answer; a mapping has its score."""
-    assert [value("compute_score", judged(text)) for text in ("4", "5")] == [1.0, 0.0]
-    assert value("compute_score", judged("4"), factor=2.5) == 2.5
+    assert [value("compute_score", make_completion(text)) for text in ("4", "5")] == [1.0, 0.0]
+    assert value("compute_score", make_completion("4"), factor=2.5) == 2.5
 
 
 def test_trl() -> None:
     """It is given all samples of a prompt at once, with the columns repeated."""
-    assert value("trl", [judged("four", MESSAGES), judged("2 + 2", MESSAGES)]) == [7.0, 8.0]
-    assert value("trl", [judged("four", MESSAGES)], bonus=0.5) == [7.5]
-    assert asyncio.run(value("trl_later", [judged("four"), judged("none")])) == [1.0, None]
+    assert value("trl", [make_completion("four", MESSAGES), make_completion("2 + 2", MESSAGES)]) == [7.0, 8.0]
+    assert value("trl", [make_completion("four", MESSAGES)], bonus=0.5) == [7.5]
+    assert asyncio.run(value("trl_later", [make_completion("four"), make_completion("none")])) == [1.0, None]
 
 
 def test_trl_of_token_ids_and_the_trainers_state() -> None:
     """The first example of TRL's documentation has no other parameter; what it would log is dropped."""
-    group = [replace(judged(""), token_ids=ids, step=5, total_steps=10) for ids in ((7, 8, 9), (7,))]
+    group = [replace(make_completion(""), token_ids=ids, step=5, total_steps=10) for ids in ((7, 8, 9), (7,))]
     assert value("trl_of_ids", group) == [1.5, 0.5]
     settings = settings_of("trl_of_ids")
     assert settings.group_functions() == [HERE + "trl_of_ids"] and "trl_of_ids" not in settings.model_dump()
-    assert value("trl_of_prompts", [judged("a"), judged("ab")]) == [8, 9]
+    assert value("trl_of_prompts", [make_completion("a"), make_completion("ab")]) == [8, 9]
     assert settings_of("trl_of_prompts").group_functions() == [HERE + "trl_of_prompts"]
     with pytest.raises(TypeError, match="completion_ids"):  # of an endpoint's answer, which is a text alone
-        value("trl_of_ids", [judged("")])
+        value("trl_of_ids", [make_completion("")])
 
 
 def test_verl_batched() -> None:
-    assert value("compute_scores", [judged("4"), judged("5"), judged("4")], factor=2) == [2.0, 0.0, 2.0]
+    assert value("compute_scores", [make_completion("4"), make_completion("5"), make_completion("4")], factor=2) == [
+        2.0,
+        0.0,
+        2.0,
+    ]
 
 
 def test_gkd_of_a_group() -> None:
     """By the name of the parameter, functions and classes alike."""
-    group = [judged("a b"), judged("a"), judged("a b c")]
+    group = [make_completion("a b"), make_completion("a"), make_completion("a b c")]
     assert value("ranked", group) == [0.5, 0.0, 1.0]
     assert value("Ranked", group, best=4.0) == [2.0, 0.0, 4.0]
     assert asyncio.run(value("ranked_later", group)) == [0.5, 0.0, 1.0]
     names = ("ranked", "Ranked", "ranked_later", "trl", "trl_later", "compute_scores")
     assert all(settings_of(name).group_functions() == [HERE + name] for name in names)
     assert not any(settings_of(name).group_functions() for name in ("words", "compute_score", "slow", "named"))
-    assert value("named", judged("a"), group="four") == 4.0  # with a default it is a setting
+    assert value("named", make_completion("a"), group="four") == 4.0  # with a default it is a setting
     built_in = [name for name in REWARDS.names() if name != "judge"]  # which needs an address
     assert Reward(functions=built_in).group_functions() == []
 
@@ -91,20 +95,20 @@ def test_gkd_of_a_group() -> None:
     ],
 )
 def test_groups_that_are_judged_wrong(name: str, expected: list[Any]) -> None:
-    group = [judged(text) for text in ("a", "b", "c")]
+    group = [make_completion(text) for text in ("a", "b", "c")]
     answers = _evaluate(resolve(HERE + name, settings_of(name)), group, True)
     assert [answer if isinstance(answer, str) else answer[0] for answer in answers] == expected
 
 
 def test_a_function_of_a_completion_sees_columns_and_takes_settings() -> None:
-    assert [value("optional", judged("")), value("optional", judged(""), wanted=3)] == [0.0, 1.0]
-    assert settings_of("optional").model_dump()["optional"] == {"wanted": 4}
-    with pytest.raises(ConfigError, match=r"reward\.optional\.wnated \(.*reward\.optional\.wanted"):
+    assert [value("optional", make_completion("")), value("optional", make_completion(""), level=3)] == [0.0, 1.0]
+    assert settings_of("optional").model_dump()["optional"] == {"level": 4}
+    with pytest.raises(ConfigError, match=r"reward\.optional\.levle \(.*reward\.optional\.level"):
         load(
             {
                 "algorithm": {"name": "grpo"},
                 "rollout": {"n": 2},
-                "reward": {"functions": [HERE + "optional"], "optional": {"wnated": 3}},
+                "reward": {"functions": [HERE + "optional"], "optional": {"levle": 3}},
             }
         )
 
@@ -118,6 +122,8 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
     settings = settings_of("slow")
     assert settings.is_async(HERE + "slow") and not settings_of("words").is_async(HERE + "words")
     slow = resolve(HERE + "slow", settings)
-    (first,), (late,), (other,) = asyncio.run(_gather_answers(slow, [[judged("", n=n)] for n in (1, 3, 2)], 1.5))
+    (first,), (late,), (other,) = asyncio.run(
+        _gather_answers(slow, [[make_completion("", n=n)] for n in (1, 3, 2)], 1.5)
+    )
     assert (first[0], other[0]) == (1.0, 2.0)
     assert late.startswith("TimeoutError: ") and late.endswith(" 1.5 s (reward.timeout_s)")

@@ -16,7 +16,7 @@ from gkd.rewards.completion import Completion
 MODULE = "tests.rewards.functions"
 
 
-def judged(response: str, answer: str | None = "#### 4", n: int = 5, limit: int = 10) -> Completion:
+def make_completion(response: str, answer: str | None = "#### 4", n: int = 5, limit: int = 10) -> Completion:
     return Completion("2 + 2 =", response, answer, n, limit, n == limit)
 
 
@@ -32,45 +32,51 @@ def configured(name: str, **settings: object) -> Reward:
 
 
 def test_accuracy() -> None:
-    assert value("accuracy", judged("so it is #### 4")) == 1.0
-    assert value("accuracy", judged("so it is #### 5")) == 0.0
+    assert value("accuracy", make_completion("so it is #### 4")) == 1.0
+    assert value("accuracy", make_completion("so it is #### 5")) == 0.0
     with pytest.raises(ValueError, match="reference answer"):
-        value("accuracy", judged("4", answer=None))
+        value("accuracy", make_completion("4", answer=None))
 
 
 def test_format() -> None:
-    assert value("format", judged("<think>a\nb</think> <answer>4</answer>")) == 1.0
-    assert value("format", judged("<answer>4</answer>")) == 0.0
-    assert value("format", judged("so #### 4"), pattern=r"####\s*\d") == 1.0
+    assert value("format", make_completion("<think>a\nb</think> <answer>4</answer>")) == 1.0
+    assert value("format", make_completion("<answer>4</answer>")) == 0.0
+    assert value("format", make_completion("so #### 4"), pattern=r"####\s*\d") == 1.0
 
 
 def test_reasoning_steps() -> None:
-    assert value("reasoning_steps", judged("Step 1: a\nStep 2: b\n3. c\n- d")) == 1.0
-    assert value("reasoning_steps", judged("First, a\nso b")) == pytest.approx(1 / 3)
-    assert value("reasoning_steps", judged("1. a\n2) b"), wanted=4) == 0.5
+    assert value("reasoning_steps", make_completion("Step 1: a\nStep 2: b\n3. c\n- d")) == 1.0
+    assert value("reasoning_steps", make_completion("First, a\nso b")) == pytest.approx(1 / 3)
+    assert value("reasoning_steps", make_completion("1. a\n2) b"), n_steps=4) == 0.5
 
 
 @pytest.mark.parametrize(("n", "right", "wrong"), [(0, 1.0, -1.0), (5, 0.75, -0.75), (10, 0.5, -0.5)])
 def test_cosine_goes_from_its_first_value_to_its_second(n: int, right: float, wrong: float) -> None:
-    assert value("cosine", judged("#### 4", n=n)) == pytest.approx(right)
-    assert value("cosine", judged("#### 5", n=n)) == pytest.approx(wrong)
-    assert value("cosine", judged("#### 4", n=2)) == pytest.approx(0.5 + 0.5 * (1 + math.cos(math.pi / 5)) / 2)
+    assert value("cosine", make_completion("#### 4", n=n)) == pytest.approx(right)
+    assert value("cosine", make_completion("#### 5", n=n)) == pytest.approx(wrong)
+    assert value("cosine", make_completion("#### 4", n=2)) == pytest.approx(0.5 + 0.5 * (1 + math.cos(math.pi / 5)) / 2)
 
 
 def test_repetition_penalty() -> None:
-    assert value("repetition_penalty", judged("a b c d e")) == 0.0
-    assert value("repetition_penalty", judged("a b c a b c")) == pytest.approx(-1 / 4)
-    assert value("repetition_penalty", judged("a a a a"), n=1, largest=0.5) == pytest.approx(-0.5 * 3 / 4)
-    assert value("repetition_penalty", judged("a b")) == 0.0
+    assert value("repetition_penalty", make_completion("a b c d e")) == 0.0
+    assert value("repetition_penalty", make_completion("a b c a b c")) == pytest.approx(-1 / 4)
+    assert value("repetition_penalty", make_completion("a a a a"), n=1, largest=0.5) == pytest.approx(-0.5 * 3 / 4)
+    assert value("repetition_penalty", make_completion("a b")) == 0.0
 
 
 def test_length() -> None:
-    assert value("length", judged("", n=4)) == pytest.approx(0.6)
-    assert [value("length", judged("", n=n), wanted=4) for n in (0, 2, 4, 8, 10)] == [0.0, 0.5, 1.0, 0.0, 0.0]
+    assert value("length", make_completion("", n=4)) == pytest.approx(0.6)
+    assert [value("length", make_completion("", n=n), target_length=4) for n in (0, 2, 4, 8, 10)] == [
+        0.0,
+        0.5,
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_users_function() -> None:
-    assert resolve(f"{MODULE}:words", Reward())(judged("one two")) == 2
+    assert resolve(f"{MODULE}:words", Reward())(make_completion("one two")) == 2
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = Reward(functions=names)
     assert reward.functions == [f"{tmp_path}/a/my_reward.py:words", names[1]]
     monkeypatch.chdir("/")
-    assert [resolve(name, reward)(judged("one two")) for name in reward.functions] == [4, 6]
+    assert [resolve(name, reward)(make_completion("one two")) for name in reward.functions] == [4, 6]
 
 
 OWN_CLASS = """
@@ -125,7 +131,7 @@ def test_a_users_class_has_settings_and_properties_of_its_own(tmp_path: Path) ->
     file.write_text(OWN_CLASS.format(needs_answer=False))
     name = f"{file}:Brevity"
     reward = configured(name, Brevity={"limit": 4})
-    assert [resolve(name, reward)(judged("x", n=n)) for n in (4, 5)] == [1.0, 0.0]
+    assert [resolve(name, reward)(make_completion("x", n=n)) for n in (4, 5)] == [1.0, 0.0]
     assert configured(name).model_dump()["Brevity"] == {"limit": 10}  # as config.yaml has it
     for section, message in (
         ({"limit": "long"}, r"reward\.Brevity\.limit=long: "),
@@ -157,7 +163,7 @@ def test_a_file_that_came_with_a_job_is_this_machines_copy(tmp_path: Path, monke
     (tmp_path / "here" / "_ray_pkg_1f" / "sub" / "own.py").write_text("def words(completion):\n    return 7\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path / "here" / "_ray_pkg_1f")
-    assert resolve(f"{tmp_path}/there/_ray_pkg_1f/sub/own.py:words", Reward())(judged("x")) == 7
+    assert resolve(f"{tmp_path}/there/_ray_pkg_1f/sub/own.py:words", Reward())(make_completion("x")) == 7
     with pytest.raises(ConfigError, match=r"no file .*/there/_ray_pkg_2e/sub/own\.py"):
         resolve(f"{tmp_path}/there/_ray_pkg_2e/sub/own.py:words", Reward())
 

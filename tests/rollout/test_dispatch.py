@@ -14,7 +14,7 @@ from gkd.types import Prompt, SampleRequest, Sampling
 KINDS = ["finish", "finish", "finish", "generate", "generate", "die", "back"]
 
 
-def wanted(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
+def make_requests(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
     return [
         SampleRequest(Prompt(first + p, np.array([p], np.int32), ""), i, 0, Sampling(4), key=first * n + p * n + i)
         for p in range(n_prompts)
@@ -29,7 +29,7 @@ def wanted(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
 def test_every_request_is_done_once_whatever_ends_in_between(
     engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int]]
 ) -> None:
-    requests = wanted(n_prompts, n)
+    requests = make_requests(n_prompts, n)
     dispatcher = RequestDispatcher(range(engines), capacity, spill=n)
     dispatcher.add(requests, order=1)
     done: list[int] = []
@@ -70,7 +70,7 @@ def test_groups_that_are_judged_together_are_on_one_engine_whatever_ends_in_betw
     engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int, bool]]
 ) -> None:
     """A group is finished when all of it is on one engine, and not before; one of the engines may be suspect."""
-    requests = wanted(n_prompts, n)
+    requests = make_requests(n_prompts, n)
     dispatcher = RequestDispatcher(range(engines), capacity, spill=None)
     dispatcher.add(requests, order=1)
     done: list[int] = []
@@ -98,7 +98,7 @@ def test_groups_that_are_judged_together_are_on_one_engine_whatever_ends_in_betw
 
 def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
     dispatcher = RequestDispatcher(range(3), capacity=100, spill=8)
-    dispatcher.add(wanted(6, 8), order=1)
+    dispatcher.add(make_requests(6, 8), order=1)
     given_now = dispatcher.hand_out()
     assert {engine: len(its) for engine, its in given_now.items()} == {0: 16, 1: 16, 2: 16}
     assert [len({request.prompt.id for request in its}) for its in given_now.values()] == [2, 2, 2]
@@ -111,10 +111,10 @@ def test_the_choice_is_the_emptiest_engine_of_all() -> None:
         dispatcher, loads, homes = RequestDispatcher(range(7), 9, spill), [0] * 7, dict[int, int]()
         for engine in range(7):  # what is there already
             for _ in range(int(rng.integers(0, 9))):
-                one = replace(wanted(1, 1)[0], key=10_000 + len(dispatcher.at_work[engine]) + 100 * engine)
+                one = replace(make_requests(1, 1)[0], key=10_000 + len(dispatcher.at_work[engine]) + 100 * engine)
                 dispatcher.at_work[engine][one.key] = one
             loads[engine] = len(dispatcher.at_work[engine])
-        requests = wanted(40 // n, n, first=1)
+        requests = make_requests(40 // n, n, first=1)
         dispatcher.add(requests, order=0)
         expected: list[int] = []
         for request in requests:
@@ -133,13 +133,13 @@ def test_the_choice_is_the_emptiest_engine_of_all() -> None:
 
 def test_a_prompt_goes_elsewhere_where_its_engine_is_full() -> None:
     dispatcher = RequestDispatcher(range(2), capacity=6, spill=8)
-    dispatcher.add(wanted(1, 8), order=1)
+    dispatcher.add(make_requests(1, 8), order=1)
     assert {engine: len(its) for engine, its in dispatcher.hand_out().items()} == {0: 6, 1: 2}
 
 
 def test_earlier_orders_go_first_and_what_an_engine_lost_keeps_its_place() -> None:
     dispatcher = RequestDispatcher(range(2), capacity=1, spill=1)
-    late, early = wanted(2, 1), wanted(2, 1, first=10)
+    late, early = make_requests(2, 1), make_requests(2, 1, first=10)
     dispatcher.add(late, order=7)
     dispatcher.add(early, order=3)
     assert {e: its[0].key for e, its in dispatcher.hand_out().items()} == {0: 10, 1: 11}
@@ -158,7 +158,7 @@ def test_orders_that_are_apart_are_never_sampled_at_the_same_time_and_all_are_do
     dispatcher = RequestDispatcher(range(engines), capacity, spill=2, apart=True)
     orders: dict[int, float] = {}
     for order, first in ((2.5, 0), (2, 10), (3, 20)):
-        own = wanted(3, 2, first)
+        own = make_requests(3, 2, first)
         orders |= {request.key: order for request in own}
         dispatcher.add(own, order)
     generated: set[int] = set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gkd.cluster.workers.failure import WorkerHangs
+from gkd.cluster.workers.failure import WorkerHung
 from gkd.errors import RunFailed
 from gkd.rollout.loop import EngineLoop
 
@@ -25,7 +25,7 @@ class Engine:
         return self.lost
 
 
-@pytest.mark.parametrize(("lost", "kind"), [(False, RunFailed), (True, WorkerHangs)])
+@pytest.mark.parametrize(("lost", "kind"), [(False, RunFailed), (True, WorkerHung)])
 def test_a_call_that_waits_as_the_loop_ends_is_answered(lost: bool, kind: type[Exception]) -> None:
     engine: Any = Engine(lost)
     loop, steps, failures = EngineLoop(engine, 3, 600.0), threading.Event(), list[BaseException]()
@@ -35,7 +35,7 @@ def test_a_call_that_waits_as_the_loop_ends_is_answered(lost: bool, kind: type[E
         raise ValueError("step 7")
 
     def serve() -> None:
-        with pytest.raises((ValueError, WorkerHangs)):
+        with pytest.raises((ValueError, WorkerHung)):
             loop.serve(step, lambda: True)
 
     def call() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.config import Config
-from gkd.inference.requests import Score, ScorerRefused
+from gkd.inference.requests import ScoreRequest, ScorerRejected
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring, VersionSpan
@@ -63,17 +63,17 @@ def test_teacher_and_reference_score_what_the_student_wrote(
     pipeline: ScoringPipeline, delivered: queue.Queue[Any]
 ) -> None:
     """The teacher after its own prompt; the reference at the temperature of the sampling."""
-    wanted = sample(Scoring(top_k=4, temperature=2.0, reference=True), teacher_ids=[20, 21, 22, 23, 24])
-    pipeline.submit(wanted)
+    submitted = sample(Scoring(top_k=4, temperature=2.0, reference=True), teacher_ids=[20, 21, 22, 23, 24])
+    pipeline.submit(submitted)
     ((training, scored),) = delivered.get(timeout=30)
-    assert scored.sample is wanted
-    ids = np.concatenate([[20, 21, 22, 23, 24], wanted.token_ids[3:]])
+    assert scored.sample is submitted
+    ids = np.concatenate([[20, 21, 22, 23, 24], submitted.token_ids[3:]])
     moved = tuple((start + 2, stop + 2) for start, stop in SPANS)
-    target = expected(Score(ids, moved, 4, 2.0))
+    target = expected(ScoreRequest(ids, moved, 4, 2.0))
     np.testing.assert_array_equal(scored.teacher.ids, target.ids)
     np.testing.assert_array_equal(scored.teacher.logprobs, target.logprobs)
     np.testing.assert_array_equal(scored.teacher.token_logprobs, target.token_logprobs)
-    reference = expected(Score(wanted.token_ids, SPANS, 0, 0.5)).token_logprobs
+    reference = expected(ScoreRequest(submitted.token_ids, SPANS, 0, 0.5)).token_logprobs
     np.testing.assert_array_equal(scored.reference, reference)
     assert training.kl_reference == pytest.approx(-reference.sum(), rel=1e-6)  # log-probabilities are 0 where sampled
     assert (training.key, training.prompt_id, training.index, training.worker) == (9, 7, 1, 2)
@@ -87,9 +87,9 @@ def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline, delivered: 
 
 
 def test_what_a_scorer_refuses_comes_out_in_its_name(pipeline: ScoringPipeline, delivered: queue.Queue[Any]) -> None:
-    wanted = sample(Scoring(reference=True))
-    wanted.token_ids[-1] = VOCABULARY
-    pipeline.submit(wanted)
+    submitted = sample(Scoring(reference=True))
+    submitted.token_ids[-1] = VOCABULARY
+    pipeline.submit(submitted)
     error = delivered.get(timeout=30)
-    assert isinstance(error, ScorerRefused)
+    assert isinstance(error, ScorerRejected)
     assert (error.scorer, error.code) == ("reference", "out_of_vocabulary")

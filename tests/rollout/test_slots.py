@@ -18,9 +18,9 @@ from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Sample, SampleRequest, UnscoredSample
+from gkd.types import GenerationNotice, Sample, SampleRequest
 from tests.data.models import word_tokenizer
-from tests.rollout.test_dispatch import wanted
+from tests.rollout.test_dispatch import make_requests
 
 CAPACITY, N = 3, 10
 
@@ -109,14 +109,14 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
     held: list[Sample] = []
     monkeypatch.setattr(worker.sampler, "score", held.append)
     dispatcher, stream = RequestDispatcher([0], CAPACITY, 1), worker.stream_samples()
-    dispatcher.add(wanted(N, 1), order=0)
+    dispatcher.add(make_requests(N, 1), order=0)
     while dispatcher.n_waiting:
         for requests in dispatcher.hand_out().values():
             worker.submit(requests)
         if dispatcher.n_waiting:
             assert next(stream) == []
             for item in next(stream):
-                assert isinstance(item, UnscoredSample)
+                assert isinstance(item, GenerationNotice)
                 dispatcher.mark_generated(0, item.key)
     assert len(dispatcher) == N
     while worker.progress()[1]:
@@ -127,6 +127,6 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
     while len(dispatcher):
         next(stream)
         for item in next(stream):
-            if not isinstance(item, UnscoredSample):
+            if not isinstance(item, GenerationNotice):
                 assert dispatcher.finish(0, item.key)
     assert [sample.request.key for sample in held] == list(range(N))

@@ -11,29 +11,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gkd.rollout.outbox
+import gkd.rollout.output_queue
 from gkd.config import load
 from gkd.data.answers import with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
-from gkd.rollout.own_answers import own_answer
+from gkd.rollout.dataset_answers import make_dataset_sample
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample, UnscoredSample
-from gkd.weights.transfer import Piece
+from gkd.types import GenerationNotice, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
+from gkd.weights.transfer import Bucket
 from tests.data.models import WORDS, save_model
 
 
 class Parts:
-    """What receives the pieces of a push, one after the other."""
+    """What receives the buckets of a push, one after the other."""
 
-    def __init__(self, pieces: list[dict[str, Any]]) -> None:
-        self.pieces = pieces
+    def __init__(self, buckets: list[dict[str, Any]]) -> None:
+        self.buckets = buckets
 
-    def receive(self, piece: Piece) -> dict[str, Any]:
-        return self.pieces[piece.number]
+    def receive(self, bucket: Bucket) -> dict[str, Any]:
+        return self.buckets[bucket.number]
 
 
 A, B, TURN_END = (WORDS.index(word) for word in ("a", "b", "d"))
@@ -52,11 +52,11 @@ def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSam
     found: dict[int, ScoredSample] = {}
     while len(found) < len(requests):
         try:
-            item = worker.outbox._items.get_nowait()
+            item = worker.output_queue._items.get_nowait()
         except queue.Empty:
             worker.sampler.step()
             continue
-        if isinstance(item, UnscoredSample):
+        if isinstance(item, GenerationNotice):
             continue
         assert isinstance(item, list)
         for training, scored in item:
@@ -79,13 +79,13 @@ def test_what_was_begun_ends_under_its_weights_unless_others_come_in_flight(work
     worker.sampler.hold(in_flight=False)
     assert not worker.engine.has_unfinished_requests() and worker.sampler.n_unfinished == 0
     worker.sampler.release(worker.engine.version)
-    assert sum(not isinstance(item, UnscoredSample) for item in worker.outbox.gather()) == 4
+    assert sum(not isinstance(item, GenerationNotice) for item in worker.output_queue.gather()) == 4
 
 
 def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:
     prompt = Prompt(0, np.array([A], np.int32), "a")
     whole, cut = (replace(prompt, answer_ids=np.array(ids, np.int32)) for ids in ([B, TURN_END], [B, B]))
-    requests = [SampleRequest(one, 0, 0, Sampling(2), own_answer=True) for one in (whole, cut)]
+    requests = [SampleRequest(one, 0, 0, Sampling(2), from_dataset=True) for one in (whole, cut)]
     assert [s.sample.finish_reason for s in done(worker, requests)] == ["stop", "length"]
 
 
@@ -95,16 +95,16 @@ def test_an_own_answer_without_its_end_was_cut(worker: RolloutWorker) -> None:
 def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_their_slots(
     capacity: int, messages: list[list[int]], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gkd.rollout.outbox, "GATHER_S", 60.0)
-    monkeypatch.setattr(worker.outbox, "_slots", Slots(capacity))
-    worker.outbox._slots.take(dict.fromkeys(range(3), 0))
+    monkeypatch.setattr(gkd.rollout.output_queue, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker.output_queue, "_slots", Slots(capacity))
+    worker.output_queue._slots.take(dict.fromkeys(range(3), 0))
     prompt = Prompt(0, np.array([A], np.int32), "a", answer_ids=np.array([B, TURN_END], np.int32))
-    requests = [SampleRequest(prompt, 0, 0, Sampling(2), own_answer=True, key=key) for key in range(3)]
+    requests = [SampleRequest(prompt, 0, 0, Sampling(2), from_dataset=True, key=key) for key in range(3)]
     finished = worker.stream_samples()
 
     def score(*keys: int) -> None:
         for key in keys:
-            worker.pipeline.submit(own_answer(requests[key], prompt.answer_ids, [TURN_END], 0))
+            worker.pipeline.submit(make_dataset_sample(requests[key], prompt.answer_ids, [TURN_END], 0))
 
     score(0)
     later = threading.Thread(target=lambda: (time.sleep(0.1), score(1, 2)))
@@ -121,30 +121,32 @@ def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_th
 def test_what_ends_the_engine_does_not_wait_for_further_samples(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gkd.rollout.outbox, "GATHER_S", 60.0)
-    monkeypatch.setattr(worker.outbox, "_slots", Slots(8))
-    worker.outbox._slots.take(dict.fromkeys(range(3), 0))
-    worker.outbox.put(RunFailed("the engine ended"))
+    monkeypatch.setattr(gkd.rollout.output_queue, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker.output_queue, "_slots", Slots(8))
+    worker.output_queue._slots.take(dict.fromkeys(range(3), 0))
+    worker.output_queue.put(RunFailed("the engine ended"))
     with pytest.raises(RunFailed, match="engine ended"):
         next(worker.stream_samples())
 
 
-def test_requests_that_come_between_the_pieces_of_new_weights_are_sampled_from_the_whole(worker: RolloutWorker) -> None:
+def test_requests_that_come_between_the_buckets_of_new_weights_are_sampled_from_the_whole(
+    worker: RolloutWorker,
+) -> None:
     prompt = Prompt(0, np.array([A], np.int32), "a")
     requests = [SampleRequest(prompt, i, i, Sampling(3), key=i) for i in range(2)]
     tensors = {name: tensor.clone() for name, tensor in worker.engine.model.state_dict().items()}
     worker.weights._receiver = Parts([{}, tensors])
     before = worker.engine.version
-    worker.weights.load(Piece(before + 1, 0, last=False))
+    worker.weights.load(Bucket(before + 1, 0, last=False))
     worker.sampler.add(requests[:1])
     worker.sampler.add(requests[1:])
     assert not worker.engine.has_unfinished_requests()
     assert worker.progress()[1] == 2  # so that the driver sees that it has work
-    worker.weights.load(Piece(before + 1, 1, last=True))
+    worker.weights.load(Bucket(before + 1, 1, last=True))
     while worker.engine.has_unfinished_requests():
         worker.sampler.step()
     trained: list[TrainingSample] = []
     while len(trained) < len(requests):
-        item = worker.outbox._items.get(timeout=10)
+        item = worker.output_queue._items.get(timeout=10)
         trained += [training for training, _ in item] if isinstance(item, list) else []
     assert [[span.version for span in training.versions] for training in trained] == [[before + 1]] * 2

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from gkd.errors import RunFailed
-from gkd.inference.requests import Score
+from gkd.inference.requests import ScoreRequest
 from gkd.scoring.address import Key, secure_client
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
@@ -28,10 +28,12 @@ from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine
 ROOT = Path(__file__).parents[2]
 
 
-def a_score(seed: int = 0, top_k: int = 4, n_prompt: int = 5, n_response: int = 7, temperature: float = 1.0) -> Score:
+def a_score(
+    seed: int = 0, top_k: int = 4, n_prompt: int = 5, n_response: int = 7, temperature: float = 1.0
+) -> ScoreRequest:
     """A request that the table engine answers."""
     ids = np.random.default_rng(seed).integers(0, min(POISON, VOCABULARY), n_prompt + n_response).astype(np.int32)
-    return Score(ids, ((n_prompt, len(ids)),), top_k, temperature)
+    return ScoreRequest(ids, ((n_prompt, len(ids)),), top_k, temperature)
 
 
 @dataclass
@@ -103,12 +105,12 @@ def connect() -> Iterator[Callable[..., ScoringClient]]:
 class Process:
     """A server of the table engine in another process."""
 
-    def __init__(self, port: int = 0, delay_s: float = 0.0, max_length: int = 100, **bounds: float) -> None:
+    def __init__(self, port: int = 0, delay_s: float = 0.0, max_length: int = 100, **client_limits: float) -> None:
         arguments = [
             str(port),
             str(delay_s),
             str(max_length),
-            json.dumps(bounds),
+            json.dumps(client_limits),
             KEY.public.decode(),
             KEY.secret.decode(),
         ]

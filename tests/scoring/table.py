@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gkd.inference.requests import Generate, Limits, Refused, Score
+from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.scoring.address import Key
-from gkd.scoring.connections import Bounds
+from gkd.scoring.connections import ClientLimits
 from gkd.scoring.server import ScoringServer
 from gkd.types import Int32, Target
 
@@ -27,7 +27,7 @@ KEY = Key.generate()
 POISON = 31  # as first token of a prompt: the engine fails
 
 
-def expected(request: Score) -> Target:
+def expected(request: ScoreRequest) -> Target:
     """What the table says about a request."""
     rows = VOCABULARY if request.vocabulary is None else min(VOCABULARY, request.vocabulary)
     positions = np.concatenate([np.arange(start, stop) for start, stop in request.spans])
@@ -41,7 +41,7 @@ def expected(request: Score) -> Target:
     return Target(token_logprobs, ids, np.take_along_axis(logprobs, ids, -1), request.temperature, tails)
 
 
-def greedy(request: Generate) -> Int32:
+def greedy(request: GenerateRequest) -> Int32:
     """The table's most likely continuation."""
     ids = [int(request.prompt_ids[-1])]
     for _ in range(request.max_tokens):
@@ -63,23 +63,23 @@ class TableEngine:
         self.limits = Limits("teacher", "table", VOCABULARY, max_top_k, max_length, capacity)
         self.delay_s, self.poison, self.worked_on, self.asleep = delay_s, poison, 0, False
         self.hurry = threading.Event()
-        self._queue: deque[tuple[int, Score | Generate]] = deque()
+        self._queue: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
 
-    def add(self, key: int, request: Score | Generate) -> None:
+    def add(self, key: int, request: ScoreRequest | GenerateRequest) -> None:
         self._queue.append((key, request))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._queue)
 
-    def step(self) -> Iterator[tuple[int, Target | Int32 | Refused]]:
+    def step(self) -> Iterator[tuple[int, Target | Int32 | RequestRejected]]:
         assert not self.asleep
         key, request = self._queue.popleft()
         self.worked_on += 1
         self.hurry.wait(self.delay_s)
-        ids = request.token_ids if isinstance(request, Score) else request.prompt_ids
+        ids = request.token_ids if isinstance(request, ScoreRequest) else request.prompt_ids
         if ids[0] == self.poison:
             raise ValueError("poisoned")
-        yield key, expected(request) if isinstance(request, Score) else greedy(request)
+        yield key, expected(request) if isinstance(request, ScoreRequest) else greedy(request)
 
     def sleep(self) -> None:
         assert not self._queue
@@ -92,10 +92,12 @@ class TableEngine:
         pass
 
 
-def main(port: str, delay_s: str, max_length: str, bounds: str, public: str, secret: str) -> None:
+def main(port: str, delay_s: str, max_length: str, client_limits: str, public: str, secret: str) -> None:
     engine = TableEngine(float(delay_s), max_length=int(max_length))
     key = Key(public.encode(), secret.encode())
-    server = ScoringServer(engine, "hash", "127.0.0.1", int(port), key, bounds=Bounds(**json.loads(bounds)))
+    server = ScoringServer(
+        engine, "hash", "127.0.0.1", int(port), key, client_limits=ClientLimits(**json.loads(client_limits))
+    )
     print(server.address, flush=True)
     server.serve(threading.Event())
 

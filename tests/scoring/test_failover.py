@@ -155,7 +155,7 @@ def test_connecting_tells_who_is_there(serve: Serve, connect: Connect) -> None:
     [
         ({"tokenizer_hash": "other"}, "tokenizers .*: .*other, .*table at tcp.* hash"),
         ({"top_k": 17}, "K=17 .*16"),
-        ({"top_k": FULL_VOCABULARY}, "K=32 is wanted"),
+        ({"top_k": FULL_VOCABULARY}, "K=32 is needed"),
         ({"max_length": 101}, "101 tokens, .*100"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
             if isinstance(body, wire.ScoreMessage):
                 target = expected(a_score(body.id))
                 answers = {
-                    "another kind": [wire.encode(wire.Generated(body.id), np.zeros(3, np.int32))],
+                    "another kind": [wire.encode(wire.GenerateReply(body.id), np.zeros(3, np.int32))],
                     "without a tail": [wire.encode_answer(body.id, replace(target, tail_logprobs=None))],
                     "several frames": [wire.encode_answer(body.id, target), b""],
                     "too large": [bytes(1 << 20)],

@@ -16,9 +16,9 @@ from gkd.data.rendering import Rendering
 from gkd.errors import ConfigError
 from gkd.scoring.prompting import teacher_prompts
 from tests.data.models import TEMPLATE, word_tokenizer
+from tests.error_text import contains_in_order
 from tests.scoring.conftest import Running
 from tests.scoring.table import KEY
-from tests.told import tells
 
 OTHER = (
     "{{ bos_token }} {% for m in messages %}b {{ m['content'] }} {% endfor %}"
@@ -82,7 +82,7 @@ def test_different_templates_are_refused_with_both_texts(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         made(tokenizer(TEMPLATE), tokenizer(OTHER), tmp_path, None)
     text = str(caught.value)
-    assert tells(text, "student", "'<user> a d <assistant>'", "teacher", "'b a d c'")
+    assert contains_in_order(text, "student", "'<user> a d <assistant>'", "teacher", "'b a d c'")
     assert f"teacher.model.path={tmp_path / 'teacher'}" in text and "teacher.chat_template=own, student, or" in text
     assert "\n" not in text
 

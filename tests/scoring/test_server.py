@@ -1,4 +1,4 @@
-"""A running server: answers, refusals, and bytes that are no messages."""
+"""A running server: answers, rejections, and bytes that are no messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import gkd.scoring.server
 from gkd.cluster.workers.activity import Activity
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.requests import FULL_VOCABULARY, Generate, Score, ScorerRefused
+from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
 from gkd.scoring.client import ScoringClient
@@ -45,14 +45,14 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
     context.destroy(linger=0)
 
 
-def assert_same(found: Target, wanted: Target) -> None:
-    np.testing.assert_allclose(found.token_logprobs, wanted.token_logprobs, rtol=1e-6)
-    np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-6)
-    np.testing.assert_array_equal(found.ids, wanted.ids)
-    assert (found.tail_logprobs is None) == (wanted.tail_logprobs is None)
+def assert_same(found: Target, expected: Target) -> None:
+    np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, rtol=1e-6)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-6)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    assert (found.tail_logprobs is None) == (expected.tail_logprobs is None)
     if found.tail_logprobs is not None:
-        np.testing.assert_array_equal(found.tail_logprobs, wanted.tail_logprobs)
-    assert found.temperature == wanted.temperature
+        np.testing.assert_array_equal(found.tail_logprobs, expected.tail_logprobs)
+    assert found.temperature == expected.temperature
 
 
 def test_an_idle_engine_begins_with_all_requests_that_come_together(
@@ -131,7 +131,7 @@ def test_a_server_that_waits_for_requests_is_not_busy(
 
 
 def test_generation_is_the_tables(serve: Serve, connect: Connect) -> None:
-    request = Generate(np.array([3], np.int32), 9)
+    request = GenerateRequest(np.array([3], np.int32), 9)
     np.testing.assert_array_equal(connect(serve().server.address).submit(request).result(30), greedy(request))
 
 
@@ -147,20 +147,32 @@ def test_a_student_with_fewer_rows_gets_none_beyond_them(serve: Serve, connect: 
     ("request_", "code", "message"),
     [
         (a_score(n_prompt=60, n_response=41), "too_long", "101 tokens, .*100"),
-        (Score(np.array([1, 2, 32], np.int32), ((1, 3),), 1), "out_of_vocabulary", "token 32 at position 2"),
-        (Score(np.array([-1, 2], np.int32), ((1, 2),), 1), "out_of_vocabulary", "token -1 at position 0"),
+        (ScoreRequest(np.array([1, 2, 32], np.int32), ((1, 3),), 1), "out_of_vocabulary", "token 32 at position 2"),
+        (ScoreRequest(np.array([-1, 2], np.int32), ((1, 2),), 1), "out_of_vocabulary", "token -1 at position 0"),
         (a_score(top_k=20), "k_too_large", "K=20, .*16"),
-        (Score(np.arange(4, dtype=np.int32), (), 1), "bad_request", "no position"),
-        (Score(np.arange(4, dtype=np.int32), ((0, 2),), 1), "bad_request", "positions 0 to 2 of 4 tokens after 0"),
-        (Score(np.arange(4, dtype=np.int32), ((2, 2),), 1), "bad_request", "positions 2 to 2 of 4 tokens after 0"),
-        (Score(np.arange(4, dtype=np.int32), ((1, 5),), 1), "bad_request", "positions 1 to 5 of 4 tokens after 0"),
+        (ScoreRequest(np.arange(4, dtype=np.int32), (), 1), "bad_request", "no position"),
         (
-            Score(np.arange(4, dtype=np.int32), ((2, 3), (1, 4)), 1),
+            ScoreRequest(np.arange(4, dtype=np.int32), ((0, 2),), 1),
+            "bad_request",
+            "positions 0 to 2 of 4 tokens after 0",
+        ),
+        (
+            ScoreRequest(np.arange(4, dtype=np.int32), ((2, 2),), 1),
+            "bad_request",
+            "positions 2 to 2 of 4 tokens after 0",
+        ),
+        (
+            ScoreRequest(np.arange(4, dtype=np.int32), ((1, 5),), 1),
+            "bad_request",
+            "positions 1 to 5 of 4 tokens after 0",
+        ),
+        (
+            ScoreRequest(np.arange(4, dtype=np.int32), ((2, 3), (1, 4)), 1),
             "bad_request",
             "positions 1 to 4 of 4 tokens after 3",
         ),
-        (Generate(np.array([1], np.int32), 100), "too_long", "101 tokens"),
-        (Generate(np.array([], np.int32), 1), "bad_request", "is empty"),
+        (GenerateRequest(np.array([1], np.int32), 100), "too_long", "101 tokens"),
+        (GenerateRequest(np.array([], np.int32), 1), "bad_request", "is empty"),
     ],
 )
 def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
@@ -168,9 +180,9 @@ def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
 ) -> None:
     running = serve(TableEngine(max_top_k=16))
     client = connect(running.server.address)
-    with pytest.raises(ScorerRefused, match=message) as refused:
+    with pytest.raises(ScorerRejected, match=message) as rejected:
         client.submit(request_).result(30)
-    assert refused.value.code == code
+    assert rejected.value.code == code
     assert client.counts.get("retried", 0) == 0
     assert_same(client.submit(a_score()).result(30), expected(a_score()))
     assert running.server.counts[code] == 1
@@ -215,7 +227,7 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(serve: Serve, con
     running = serve(TableEngine(delay_s=0.1))
     client = connect(running.server.address, max_attempts=1)
     client.connect(30)
-    futures = [client.submit(Score(np.array([POISON, 1], np.int32), ((1, 2),), 1)), client.submit(a_score())]
+    futures = [client.submit(ScoreRequest(np.array([POISON, 1], np.int32), ((1, 2),), 1)), client.submit(a_score())]
     for future in futures:
         with pytest.raises(RunFailed, match=r"engine: .*ValueError: poisoned"):
             future.result(30)
@@ -261,7 +273,7 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
     real = wire.encode_request(1, 1.0, a_score(n_prompt=2, n_response=3))
     number = st.integers(-9, 40) | st.floats() | st.none()
     names = ["id", "remaining_s", "n_prompt", "top_k", "temperature", "vocabulary", "max_tokens", "protocol"]
-    kinds = st.sampled_from(["score", "generate", "scored", "hello", "ping", "nonsense"])
+    kinds = st.sampled_from(["score", "generate", "score_reply", "hello", "ping", "nonsense"])
     bodies = st.fixed_dictionaries({"type": kinds}, optional=dict.fromkeys(names, number))
     header = st.tuples(bodies, st.just([("<i4", [2])])).map(msgspec.msgpack.encode)
     framed = st.tuples(header, st.binary(min_size=8, max_size=8)).map(

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gkd.data.rendering import Rendering
-from gkd.inference.requests import Generate, Score
+from gkd.inference.requests import GenerateRequest, ScoreRequest
 from gkd.scoring import wire
 from gkd.types import Target
 
@@ -69,15 +69,15 @@ def test_messages_without_arrays_come_back(message: wire.Message) -> None:
 @patient
 @given(ids, st.floats(1e-3, 1e6), tokens, spans, counts, temperatures, st.none() | st.integers(1, 10**6))
 def test_a_score_request_comes_back(
-    id: int, remaining: float, sequence: Any, wanted: Any, k: int, temperature: float, vocabulary: int | None
+    id: int, remaining: float, sequence: Any, spans: Any, k: int, temperature: float, vocabulary: int | None
 ) -> None:
-    request = Score(sequence, wanted, k, temperature, vocabulary)
+    request = ScoreRequest(sequence, spans, k, temperature, vocabulary)
     body, found = wire.decode(wire.encode_request(id, remaining, request))
     assert isinstance(body, wire.ScoreMessage)
     assert (body.id, body.remaining_s) == (id, remaining)
     back = wire.decode_request(body, found)
-    assert isinstance(back, Score)
-    assert (back.spans, back.top_k, back.temperature, back.vocabulary) == (wanted, k, temperature, vocabulary)
+    assert isinstance(back, ScoreRequest)
+    assert (back.spans, back.top_k, back.temperature, back.vocabulary) == (spans, k, temperature, vocabulary)
     np.testing.assert_array_equal(back.token_ids, sequence)
 
 
@@ -85,7 +85,7 @@ def test_a_score_request_comes_back(
 @given(ids, targets)
 def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
     body, found = wire.decode(wire.encode_answer(id, target))
-    assert isinstance(body, wire.Scored) and body.id == id
+    assert isinstance(body, wire.ScoreReply) and body.id == id
     back = wire.decode_target(body, found)
     assert back.temperature == target.temperature
     for name in ("token_logprobs", "ids", "logprobs"):
@@ -99,13 +99,13 @@ def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
 @patient
 @given(ids, tokens, st.integers(1, 1000))
 def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int) -> None:
-    body, found = wire.decode(wire.encode_request(id, 1.0, Generate(prompt, max_tokens)))
+    body, found = wire.decode(wire.encode_request(id, 1.0, GenerateRequest(prompt, max_tokens)))
     assert isinstance(body, wire.GenerateMessage)
     back = wire.decode_request(body, found)
-    assert isinstance(back, Generate) and back.max_tokens == max_tokens
+    assert isinstance(back, GenerateRequest) and back.max_tokens == max_tokens
     np.testing.assert_array_equal(back.prompt_ids, prompt)
     answer, (response,) = wire.decode(wire.encode_answer(id, prompt))
-    assert answer == wire.Generated(id)
+    assert answer == wire.GenerateReply(id)
     np.testing.assert_array_equal(response, prompt)
 
 
@@ -148,7 +148,7 @@ anything = st.recursive(
 )
 fields = st.dictionaries(
     st.sampled_from(["type", "id", "remaining_s", "top_k", "temperature", "vocabulary", "max_tokens"]),
-    anything | st.sampled_from(["score", "scored", "generate", "hello"]) | st.integers(0, 9) | st.just(0.5),
+    anything | st.sampled_from(["score", "score_reply", "generate", "hello"]) | st.integers(0, 9) | st.just(0.5),
 )
 specs = st.lists(st.tuples(st.sampled_from(["<i4", "<f4", "|O", ">i4"]), st.lists(st.integers(-1, 2**40), max_size=3)))
 
@@ -172,15 +172,15 @@ def test_a_span_is_two_numbers() -> None:
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
-    frame = wire.encode(wire.Generated(1), np.arange(5, dtype=np.int32))
+    frame = wire.encode(wire.GenerateReply(1), np.arange(5, dtype=np.int32))
     for wrong in (frame[:-1], frame + b"1234"):
-        with pytest.raises(wire.WireError, match=rf"Generated: {len(wrong)} bytes .*{len(frame)}"):
+        with pytest.raises(wire.WireError, match=rf"GenerateReply: {len(wrong)} bytes .*{len(frame)}"):
             wire.decode(wrong)
     with pytest.raises(wire.WireError, match="4 bytes"):
         wire.decode(wire.encode(wire.Ping()) + b"1234")
     with pytest.raises(wire.WireError, match="1 arrays; 0 announced"):
-        wire.decode(framed(msgspec.msgpack.encode((wire.Generated(1), []))))
-    huge = msgspec.msgpack.encode((wire.Generated(1), [("<i4", (2**31 - 1,))]))
+        wire.decode(framed(msgspec.msgpack.encode((wire.GenerateReply(1), []))))
+    huge = msgspec.msgpack.encode((wire.GenerateReply(1), [("<i4", (2**31 - 1,))]))
     with pytest.raises(wire.WireError, match="need 8589934"):
         wire.decode(framed(huge, b"1234"))
     with pytest.raises(wire.WireError, match=r"104 bytes .*header of 100"):
@@ -189,7 +189,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["|O", "<f8", ">i4"])
 def test_no_other_dtype_is_read(name: str) -> None:
-    header = msgspec.msgpack.encode((wire.Generated(1), [(name, (1,))]))
+    header = msgspec.msgpack.encode((wire.GenerateReply(1), [(name, (1,))]))
     with pytest.raises(wire.WireError, match="where <i4 of 1 axes belongs"):
         wire.decode(framed(header, b"12345678"[: np.dtype(name).itemsize]))
 
@@ -205,7 +205,7 @@ def test_numbers_out_of_range_are_refused(number: Any) -> None:
 @patient
 def test_what_a_message_can_have_is_bounded(prompt: Any, k: int, seed: int) -> None:
     every_other = tuple((i, i + 1) for i in range(1, len(prompt), 2))
-    request = Score(prompt, every_other, 2**31 - 1, 1 / 3, 2**31 - 1)
+    request = ScoreRequest(prompt, every_other, 2**31 - 1, 1 / 3, 2**31 - 1)
     assert len(wire.encode_request(2**63 - 1, 1e7 / 3, request)) <= wire.largest_request(len(prompt))
     answer = _random_target(len(prompt), k, seed, 1 / 3, True)
     assert len(wire.encode_answer(2**63 - 1, answer)) <= wire.largest_reply(len(prompt), k)

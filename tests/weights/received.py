@@ -11,24 +11,24 @@ from torch import Tensor
 
 from gkd.config import Weights
 from gkd.weights.object_store import ObjectStoreReceiver
-from gkd.weights.packing import buckets
-from gkd.weights.transfer import Piece
+from gkd.weights.packing import split_into_buckets
+from gkd.weights.transfer import Bucket
 
 
-def received(pack: Callable[[int], list[Piece]]) -> dict[str, Tensor]:
-    """All tensors through the object store; ``pack`` gives the pieces of all ranks by number."""
+def received(pack: Callable[[int], list[Bucket]]) -> dict[str, Tensor]:
+    """All tensors through the object store; ``pack`` gives the buckets of all ranks by number."""
     receiver, found = ObjectStoreReceiver(Weights(), torch.device("cpu")), {}
     for number in count():
         first, *others = pack(number)
-        assert not any(piece.contents for piece in others)
+        assert not any(bucket.contents for bucket in others)
         found |= receiver.receive(first)
         if first.last:
             return found
     raise AssertionError("count ends")
 
 
-def load_in_pieces(engine: Any, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+def load_in_buckets(engine: Any, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
     """Have an engine load tensors as those of ``version``, a few at a time, and serve it, as a rollout worker does."""
-    for number, (bucket, last) in enumerate(buckets(tensors, 20_000)):
-        engine.load_weights(Piece(version, number, last), bucket)
+    for number, (some, last) in enumerate(split_into_buckets(tensors, 20_000)):
+        engine.load_weights(Bucket(version, number, last), some)
     engine.version = version

@@ -46,7 +46,7 @@ def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engin
 
 
 @pytest.mark.parametrize(
-    ("wanted", "actor", "rollout", "message"),
+    ("transfer", "actor", "rollout", "message"),
     [
         ("ipc", [SIM[0]], [SIM[0]], r"ipc: actor rank 0 \(.*\) .*\bCPU; weights.transfer=object_store "),
         ("nccl", [G[0]], [SIM[1]], r"nccl: rollout rank 0 \(.*\) .*\bCPU; weights.transfer=object_store "),
@@ -66,10 +66,10 @@ def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engin
         ("nccl", ["MIG-1"], ["MIG-2"], r"nccl: actor rank 0 .*\(MIG\)"),
     ],
 )
-def test_a_way_that_cannot_work_is_one_line(wanted: str, actor: list[str], rollout: list[str], message: str) -> None:
+def test_a_way_that_cannot_work_is_one_line(transfer: str, actor: list[str], rollout: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        choose(Weights(transfer=wanted), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
-    assert str(caught.value).startswith(f"weights.transfer={wanted}: ")
+        choose(Weights(transfer=transfer), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
+    assert str(caught.value).startswith(f"weights.transfer={transfer}: ")
     assert "\n" not in str(caught.value)
 
 
@@ -102,16 +102,16 @@ def test_ways_of_shards_are_chosen_by_name_alone_and_say_what_they_lack(monkeypa
         choose(Weights(transfer="nccl_m2n"), Rollout(), many, reports("rollout", G[0]))
 
 
-@pytest.mark.parametrize("wanted", ["nccl_m2n", "sharded_rdt"])
-def test_ways_of_shards_are_refused_what_they_cannot_do(wanted: str) -> None:
-    assert compose([f"weights.transfer={wanted}"]).weights.transfer == wanted
+@pytest.mark.parametrize("transfer", ["nccl_m2n", "sharded_rdt"])
+def test_ways_of_shards_are_refused_what_they_cannot_do(transfer: str) -> None:
+    assert compose([f"weights.transfer={transfer}"]).weights.transfer == transfer
     for overrides, why in (
-        (["weights.checksum=true"], rf"weights.checksum=true: weights.transfer={wanted} has no pieces"),
-        (["actor.lora.r=8"], rf"weights.transfer={wanted}: .*actor.lora.r=8 is merged"),
-        (["actor.lora.r=8", "weights.adapter_only=true"], rf"weights.transfer={wanted}"),
+        (["weights.checksum=true"], rf"weights.checksum=true: weights.transfer={transfer} has no buckets"),
+        (["actor.lora.r=8"], rf"weights.transfer={transfer}: .*actor.lora.r=8 is merged"),
+        (["actor.lora.r=8", "weights.adapter_only=true"], rf"weights.transfer={transfer}"),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
-            compose([f"weights.transfer={wanted}", *overrides])
+            compose([f"weights.transfer={transfer}", *overrides])
         assert "\n" not in str(caught.value)
 
 
@@ -122,12 +122,12 @@ def test_engines_that_fetch_have_one_gpu_each() -> None:
     assert compose(["weights.transfer=nccl_m2n", *several]).rollout.tensor_parallel_size == 2
 
 
-@pytest.mark.parametrize("wanted", ["ipc", "nccl", "nccl_m2n", "sharded_rdt"])
-def test_the_hf_engine_is_refused_before_anything_starts(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=rf"weights.transfer={wanted}: rollout.engine=hf .*object_store"):
-        compose([f"weights.transfer={wanted}", "rollout.engine=hf"])
+@pytest.mark.parametrize("transfer", ["ipc", "nccl", "nccl_m2n", "sharded_rdt"])
+def test_the_hf_engine_is_refused_before_anything_starts(transfer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"weights.transfer={transfer}: rollout.engine=hf .*object_store"):
+        compose([f"weights.transfer={transfer}", "rollout.engine=hf"])
     with pytest.raises(ConfigError, match=r"rollout\.engine=hf .*object_store"):
-        choose(Weights(transfer=wanted), Rollout(engine="hf"), reports("actor", G[0]), reports("rollout", G[0]))
+        choose(Weights(transfer=transfer), Rollout(engine="hf"), reports("actor", G[0]), reports("rollout", G[0]))
     assert compose(["rollout.engine=hf"]).weights.transfer == "auto"
 
 

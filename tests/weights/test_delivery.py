@@ -1,4 +1,4 @@
-"""Pieces of a push at an engine: whole, in their order, whoever sends them when."""
+"""Buckets of a push at an engine: whole, in their order, whoever sends them when."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Arrivals, Push
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 
 
-def piece(number: int, n: int, rank: int = 0) -> Piece:
-    return Piece(7, number, number == n - 1, (f"{number} of rank {rank}",))
+def bucket(number: int, n: int, rank: int = 0) -> Bucket:
+    return Bucket(7, number, number == n - 1, (f"{number} of rank {rank}",))
 
 
-def test_pieces_of_several_ranks_are_loaded_whole_and_in_their_order() -> None:
-    """Eight pieces in parts of three ranks, which come in any order."""
+def test_buckets_of_several_ranks_are_loaded_whole_and_in_their_order() -> None:
+    """Eight buckets in parts of three ranks, which come in any order."""
     n, ranks, loaded, arrivals = 8, 3, [], Arrivals(Push(1, 7, 20.0))
-    parts = [piece(number, n, rank) for number in range(n) for rank in range(ranks)]
+    parts = [bucket(number, n, rank) for number in range(n) for rank in range(ranks)]
     random.Random(0).shuffle(parts)
     with ThreadPoolExecutor(len(parts) + 1) as pool:
         done = pool.submit(arrivals.wait)
@@ -36,14 +36,14 @@ def test_pieces_of_several_ranks_are_loaded_whole_and_in_their_order() -> None:
 def test_a_part_waits_for_the_others_and_is_told_when_all_is_loaded() -> None:
     arrivals, begun, go = Arrivals(Push(1, 7, 20.0)), threading.Event(), threading.Event()
 
-    def load(whole: Piece) -> None:
+    def load(whole: Bucket) -> None:
         begun.set()
         assert go.wait(20)
 
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(arrivals.load, piece(0, 1, 0), 2, load)
+        first = pool.submit(arrivals.load, bucket(0, 1, 0), 2, load)
         assert arrivals.progress() == (0, 0)
-        second = pool.submit(arrivals.load, piece(0, 1, 1), 2, load)
+        second = pool.submit(arrivals.load, bucket(0, 1, 1), 2, load)
         assert begun.wait(20)
         assert arrivals.progress() == (1, 0)  # which is how an engine that hangs is found
         assert not first.done() and not second.done()
@@ -56,22 +56,22 @@ def test_a_part_waits_for_the_others_and_is_told_when_all_is_loaded() -> None:
 def test_what_loading_raises_ends_the_push_for_everyone() -> None:
     arrivals = Arrivals(Push(1, 7, 20.0))
 
-    def fail(whole: Piece) -> None:
+    def fail(whole: Bucket) -> None:
         raise RunFailed("damaged")
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(arrivals.wait)
         with pytest.raises(RunFailed, match="damaged"):
-            arrivals.load(piece(0, 2), 1, fail)
+            arrivals.load(bucket(0, 2), 1, fail)
         with pytest.raises(RunFailed, match="damaged"):
             waiting.result(20)
     with pytest.raises(RunFailed, match="damaged"):
-        arrivals.load(piece(1, 2), 1, lambda whole: None)
+        arrivals.load(bucket(1, 2), 1, lambda whole: None)
 
 
-def test_a_piece_that_does_not_come_has_a_deadline() -> None:
+def test_a_bucket_that_does_not_come_has_a_deadline() -> None:
     arrivals = Arrivals(Push(1, 7, 0.05))
-    with pytest.raises(RunFailed, match=r"version 7, piece 2 .*loaded"):
-        arrivals.load(piece(1, 3), 1, lambda whole: None)
+    with pytest.raises(RunFailed, match=r"version 7, bucket 2 .*loaded"):
+        arrivals.load(bucket(1, 3), 1, lambda whole: None)
     with pytest.raises(RunFailed, match=r"version 7$"):
         arrivals.wait()

@@ -13,19 +13,19 @@ from torch import Tensor
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights import ipc, nccl
-from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, buckets, digest, pack, unpack
+from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, digest, pack, split_into_buckets, unpack
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Piece, Transfer
+from gkd.weights.transfer import Bucket, Transfer
 
 CPU = torch.device("cpu")
-PIECE = Piece(4, 2, True)
+BUCKET = Bucket(4, 2, True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float64]
 
 
 class Sender(PackingSender):
     """Packs, and leaves the buffer where it is."""
 
-    def pack(self, tensors: dict[str, Tensor], piece: Piece) -> PackedLayout:
+    def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> PackedLayout:
         return self.pack_buffer(tensors)
 
 
@@ -47,7 +47,7 @@ def named(draw: st.DrawFn) -> dict[str, Tensor]:
 
 @given(named(), st.integers(1, 400))
 def test_buckets_hold_at_most_the_limit_or_one_tensor(tensors: dict[str, Tensor], limit: int) -> None:
-    found = list(buckets(tensors.items(), limit))
+    found = list(split_into_buckets(tensors.items(), limit))
     assert [name for bucket, _ in found for name in bucket] == list(tensors)
     assert [last for _, last in found] == [False] * (len(found) - 1) + [True]
     for bucket, _ in found:
@@ -59,7 +59,7 @@ def test_what_is_packed_is_unpacked_as_it_was(tensors: dict[str, Tensor]) -> Non
     layout = PackedLayout.from_tensors(tensors)
     packed = pack(layout, tensors, CPU)
     assert packed.nbytes == layout.n_bytes
-    found = unpack(PIECE, dataclasses.replace(layout, digest=digest(packed)), packed)
+    found = unpack(BUCKET, dataclasses.replace(layout, digest=digest(packed)), packed)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
@@ -87,36 +87,36 @@ def test_the_digest_does_not_depend_on_how_the_buffer_is_cut(monkeypatch: pytest
     assert digest(packed) == whole
 
 
-def test_a_buffer_that_is_not_the_pieces_is_refused() -> None:
+def test_a_buffer_that_is_not_the_buckets_is_refused() -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)}
     layout = PackedLayout.from_tensors(tensors)
     packed = pack(layout, tensors, CPU)
-    with pytest.raises(RunFailed, match=r"weights version 4, piece 3: \(16,\) torch.uint8 .*\b32 bytes"):
-        unpack(PIECE, layout, packed[:16])
+    with pytest.raises(RunFailed, match=r"weights version 4, bucket 3: \(16,\) torch.uint8 .*\b32 bytes"):
+        unpack(BUCKET, layout, packed[:16])
     packed_right, layout = packed.clone(), dataclasses.replace(layout, digest=digest(packed))
     packed[0] += 1
-    with pytest.raises(RunFailed, match=r"weights version 4, piece 3 .*\(weights\.checksum\)"):
-        unpack(PIECE, layout, packed)
-    unpack(PIECE, layout, packed_right)
+    with pytest.raises(RunFailed, match=r"weights version 4, bucket 3 .*\(weights\.checksum\)"):
+        unpack(BUCKET, layout, packed)
+    unpack(BUCKET, layout, packed_right)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> None:
-    # Of 400 KB and a little more, so that two fill a piece of 1 MiB.
+    # Of 400 KB and a little more, so that two fill a bucket of 1 MiB.
     tensors = {f"{i}": torch.full((100_000 + i,), float(i)) for i in range(7)}
     settings = Weights(transfer=f"{__name__}:Packing", checksum=checksum, bucket_mb=1)
     packs, gathers = (Publisher(settings, CPU, lambda: iter(tensors.items())) for _ in range(2))
     found: dict[str, Tensor] = {}
     for number in range(4):
-        piece = packs.pack(5, number, packs=True)
-        assert gathers.pack(5, number, packs=False) == Piece(5, number, number == 3)
-        assert gathers.sender.packed_piece is None
-        layout: PackedLayout = piece.contents[0]
-        assert (piece.number, piece.last, layout.digest is not None) == (number, number == 3, checksum)
-        assert packs.sender.packed_piece is not None
-        found |= {name: t.clone() for name, t in unpack(piece, layout, packs.sender.packed_piece).items()}
+        bucket = packs.pack(5, number, packs=True)
+        assert gathers.pack(5, number, packs=False) == Bucket(5, number, number == 3)
+        assert gathers.sender.packed_bucket is None
+        layout: PackedLayout = bucket.contents[0]
+        assert (bucket.number, bucket.last, layout.digest is not None) == (number, number == 3, checksum)
+        assert packs.sender.packed_bucket is not None
+        found |= {name: t.clone() for name, t in unpack(bucket, layout, packs.sender.packed_bucket).items()}
     packs.sender.release()
-    assert packs.sender.packed_piece is None
+    assert packs.sender.packed_bucket is None
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
@@ -125,19 +125,19 @@ def test_a_rank_whose_engine_died_packs_no_more() -> None:
     publisher = Publisher(Weights(transfer=f"{__name__}:Packing", bucket_mb=1), CPU, lambda: iter(tensors.items()))
     assert publisher.pack(5, 0, packs=True).contents
     assert [publisher.pack(5, number, packs=False) for number in (1, 2, 3)] == [
-        Piece(5, number, number == 3) for number in (1, 2, 3)
+        Bucket(5, number, number == 3) for number in (1, 2, 3)
     ]
-    assert publisher.sender.packed_piece is None
+    assert publisher.sender.packed_bucket is None
 
 
 def test_a_gpu_without_a_handle_is_named() -> None:
     layout = PackedLayout.from_tensors({})
-    piece = Piece(2, 0, True, (ipc.SharedBuffer(layout, "aa", (1,)), ipc.SharedBuffer(layout, "bb", (2,))))
-    assert ipc.buffer_on(piece, "bb").handle == (2,)
-    with pytest.raises(RunFailed, match=r"weights version 2, piece 1: .*\bGPU cc .*\baa, bb"):
-        ipc.buffer_on(piece, "cc")
+    bucket = Bucket(2, 0, True, (ipc.SharedBuffer(layout, "aa", (1,)), ipc.SharedBuffer(layout, "bb", (2,))))
+    assert ipc.buffer_on(bucket, "bb").handle == (2,)
+    with pytest.raises(RunFailed, match=r"weights version 2, bucket 1: .*\bGPU cc .*\baa, bb"):
+        ipc.buffer_on(bucket, "cc")
 
 
 def test_an_engine_outside_of_the_group_says_so() -> None:
-    with pytest.raises(RunFailed, match=r"weights version 2, piece 1: .*NCCL group"):
-        nccl.NcclReceiver(Weights(), CPU).receive(Piece(2, 0, True, (PackedLayout.from_tensors({}),)))
+    with pytest.raises(RunFailed, match=r"weights version 2, bucket 1: .*NCCL group"):
+        nccl.NcclReceiver(Weights(), CPU).receive(Bucket(2, 0, True, (PackedLayout.from_tensors({}),)))

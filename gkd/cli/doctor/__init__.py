@@ -70,17 +70,17 @@ def _places() -> dict[str, Path]:
     }
 
 
-def _cluster(wanted: str | None) -> Iterator[Finding]:
+def _cluster(named: str | None) -> Iterator[Finding]:
     import ray
 
     from gkd.cli.doctor.cluster import check_cluster
     from gkd.cluster.session.connect import cluster_address, join
 
-    address = cluster_address(wanted)
+    address = cluster_address(named)
     if address is None:
         yield ok("cluster", "none is named and none was started here: a run starts a private Ray")
         return
-    join(address, "RAY_ADDRESS" if wanted is None and "RAY_ADDRESS" in os.environ else "--address")
+    join(address, "RAY_ADDRESS" if named is None and "RAY_ADDRESS" in os.environ else "--address")
     try:
         yield from check_cluster()
     finally:

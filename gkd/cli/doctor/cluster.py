@@ -49,7 +49,7 @@ def check_cluster() -> Iterator[Finding]:
         for node in nodes:
             name = f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
             try:
-                facts.append(_look_at(node, name))
+                facts.append(_collect_facts(node, name))
             except (ray.exceptions.RayError, TimeoutError) as error:
                 yield failed(
                     "node", f"{name} does not answer: {one_line(error)}", "start it again with ./launch/ray_cluster.sh"
@@ -70,14 +70,16 @@ def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
         yield _gpus(node)
 
 
-def _look_at(node: dict[str, Any], name: str) -> NodeFacts:
+def _collect_facts(node: dict[str, Any], name: str) -> NodeFacts:
     there = {
         "num_cpus": 0,
         "max_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
-    look, clock = (ray.remote(function).options(**there) for function in (node_module.look, node_module.clock))
-    facts = ray.get(look.remote(node_module.PACKAGES), timeout=ASK_TIMEOUT_S)
+    collect_facts, clock = (
+        ray.remote(function).options(**there) for function in (node_module.collect_facts, node_module.clock)
+    )
+    facts = ray.get(collect_facts.remote(node_module.PACKAGES), timeout=ASK_TIMEOUT_S)
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         before = time.time()
@@ -99,7 +101,7 @@ def _addresses(nodes: list[NodeFacts]) -> Iterator[Finding]:
             "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between them before its node starts",
         )
     if not alone:
-        yield ok("address", f"{len(nodes)} nodes know an address that others can reach")
+        yield ok("address", f"{len(nodes)} nodes have an address that others can reach")
 
 
 def _clocks(nodes: list[NodeFacts]) -> Iterator[Finding]:

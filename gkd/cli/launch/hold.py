@@ -21,7 +21,7 @@ from gkd.cluster.session.shutdown import exit_on_signals, ignore_signals
 from gkd.errors import RunFailed, entry_point
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 START_S = 300.0
 RAYLET_S = 6.0
 """Time that a raylet has to end the workers of its node, before the servers that it talks to are ended."""
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         if started.returncode:
             return started.returncode
         while _is_raylet_alive():
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
             _reap()
         raise RunFailed("the node's raylet has ended")
     finally:

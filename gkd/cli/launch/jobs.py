@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 60.0  # a cluster that stays silent longer is gone
 STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; Ray's own limit is 3 s
-LOOK_EVERY_S = 5.0
+POLL_EVERY_S = 5.0
 
 Write = Callable[[str], None]
 
@@ -61,7 +61,7 @@ class Jobs:
             ) from None
         except ray.exceptions.AuthenticationError:
             raise ConfigError(
-                f"--address {address}: this cluster asks for a token: copy ~/.ray/auth_token from its head's machine"
+                f"--address {address}: this cluster requires a token: copy ~/.ray/auth_token from its head's machine"
             ) from None
         except (requests.exceptions.RequestException, RuntimeError, KeyError, ValueError):
             raise ConfigError(f"--address {address}: what answers there is not a Ray dashboard") from None
@@ -148,7 +148,7 @@ class Jobs:
         ended = False
         while True:
             piece = asyncio.ensure_future(anext(stream, None))
-            while not (await asyncio.wait({piece}, timeout=LOOK_EVERY_S))[0]:
+            while not (await asyncio.wait({piece}, timeout=POLL_EVERY_S))[0]:
                 if ended:
                     piece.cancel()
                     return

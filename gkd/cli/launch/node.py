@@ -261,7 +261,7 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
 def _wait_until_up(process: subprocess.Popen[bytes], node: local.LocalNode) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     log = node.log
-    while STARTED not in log.read_text(errors="replace") or not _answers(node.dashboard):
+    while STARTED not in log.read_text(errors="replace") or not _is_responding(node.dashboard):
         if process.poll() is not None:
             lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
             raise RunFailed(f"`ray start` ended with code {process.returncode}: {lines[-1] if lines else 'no output'}")
@@ -270,7 +270,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], node: local.LocalNode) -> N
         time.sleep(0.2)
 
 
-def _answers(dashboard: str | None) -> bool:
+def _is_responding(dashboard: str | None) -> bool:
     """Return whether the dashboard answers, if only by asking for the token; True where there is none to ask."""
     if dashboard is None:
         return True

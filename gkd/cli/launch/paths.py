@@ -12,7 +12,7 @@ from gkd.config.registry import file_of, shorten_name
 from gkd.errors import ConfigError
 
 
-def settle(config: Config, here: Path, output: Path) -> list[str]:
+def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
     """Return overrides that make every path of ``config`` absolute, to be put behind the user's own.
 
     What exists below ``here`` is meant; a model that does not exist may be a name in the local cache. Raises

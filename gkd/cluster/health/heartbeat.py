@@ -47,7 +47,7 @@ class Heartbeat:
         for engine in busy:
             beat = self._beats[engine]
             beat.silent_s += passed
-            self._look(engine, beat, now)
+            self._poll(engine, beat, now)
             if beat.silent_s > self._timeout_s:
                 hanging.append(engine)
         return hanging
@@ -66,7 +66,7 @@ class Heartbeat:
             beat.silent_s = 0.0
         self._looked = time.monotonic()
 
-    def _look(self, engine: int, beat: _Beat, now: float) -> None:
+    def _poll(self, engine: int, beat: _Beat, now: float) -> None:
         if beat.pending is None:
             if now - beat.called_at > min(5.0, self._timeout_s / 5):
                 (beat.pending,), beat.called_at = self._group.select([engine]).submit_control("progress").refs, now

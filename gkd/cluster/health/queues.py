@@ -38,7 +38,7 @@ class QueueFile:
     def __init__(self, file: Path) -> None:
         self._file, self._written_s = file, float("-inf")
 
-    def look(self, queues: Callable[[], Queues]) -> None:
+    def write_if_due(self, queues: Callable[[], Queues]) -> None:
         """Write what ``queues`` gives, if it is time."""
         now = time.monotonic()
         if now - self._written_s < EVERY_S:

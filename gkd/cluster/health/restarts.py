@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gkd.cluster.health.fleet import Fleet, Health, HealthEvent
 from gkd.cluster.layout.assignment import Report
-from gkd.cluster.workers.failure import NodeLeft, WorkerDied
+from gkd.cluster.workers.failure import NodeLost, WorkerDied
 from gkd.cluster.workers.group import Group
 from gkd.errors import one_line
 
@@ -26,11 +26,11 @@ def return_text(new: Report, old: Report) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StartAgain:
+class RestartPolicy:
     """How members of a group are started again, at most ``limit`` times each.
 
     ``start`` gets the number of a member and returns its new worker, built, as a group of one. It is called on a thread
-    of its own, ends when that worker does, and raises where nothing comes of it. ``refusal`` is why no member can be;
+    of its own, ends when that worker does, and raises where nothing comes of it. ``obstacle`` is why no member can be;
     None: they can.
     """
 
@@ -38,16 +38,16 @@ class StartAgain:
     start: Callable[[int], Group]
     threads: list[threading.Thread]
     """To be joined once the workers were ended, before Ray is left."""
-    refusal: str | None = None
+    obstacle: str | None = None
     within_s: float = math.inf
     """A start that takes longer is named: calls into Ray have no deadlines of their own."""
 
 
 class Restarts:
-    """Keeps count of one ``group`` of ``fleet``, and starts again what dies; without ``again`` nothing."""
+    """Keeps count of one ``group`` of ``fleet``, and starts again what dies; without ``restart_policy`` nothing."""
 
-    def __init__(self, fleet: Fleet, group: str, again: StartAgain | None = None) -> None:
-        self.fleet, self.group, self._again = fleet, group, again
+    def __init__(self, fleet: Fleet, group: str, restart_policy: RestartPolicy | None = None) -> None:
+        self.fleet, self.group, self._restart_policy = fleet, group, restart_policy
         self._starting: dict[int, Future[Group]] = {}
         self._late: dict[int, float] = {}  # when (time.monotonic) a start is to be named that goes on, by member
 
@@ -57,29 +57,34 @@ class Restarts:
         ``final``: no further attempt will do.
         """
         self.fleet.change(self.group, member, HealthEvent.DIED)
-        again, number = self._again, self.fleet.restarts(self.group, member) + 1
-        if again is not None and again.refusal is None and number <= again.limit and not final:
+        restart_policy, number = self._restart_policy, self.fleet.restarts(self.group, member) + 1
+        if (
+            restart_policy is not None
+            and restart_policy.obstacle is None
+            and number <= restart_policy.limit
+            and not final
+        ):
             self.fleet.change(self.group, member, HealthEvent.RESTARTED)
-            self._begin(member, again)
-            return f"it is started again ({number} of cluster.worker_restarts={again.limit})"
+            self._begin(member, restart_policy)
+            return f"it is started again ({number} of cluster.worker_restarts={restart_policy.limit})"
         self.fleet.change(self.group, member, HealthEvent.GIVEN_UP)
-        if again is None or final:
+        if restart_policy is None or final:
             return "it is given up"
-        return f"it is given up: {again.refusal or f'cluster.worker_restarts={again.limit}'}"
+        return f"it is given up: {restart_policy.obstacle or f'cluster.worker_restarts={restart_policy.limit}'}"
 
-    def _begin(self, member: int, again: StartAgain) -> None:
+    def _begin(self, member: int, restart_policy: RestartPolicy) -> None:
         done = self._starting[member] = Future[Group]()
-        self._late[member] = time.monotonic() + again.within_s
+        self._late[member] = time.monotonic() + restart_policy.within_s
 
         def run() -> None:
             try:
-                done.set_result(again.start(member))
+                done.set_result(restart_policy.start(member))
             except BaseException as error:
                 done.set_exception(error)
 
         # A pool's threads would be waited for when the process ends, however long a model takes to load.
         thread = threading.Thread(target=run, name=f"restart-{self.group}-{member}", daemon=True)
-        again.threads.append(thread)
+        restart_policy.threads.append(thread)
         thread.start()
 
     def take(self) -> dict[int, Group]:
@@ -98,7 +103,7 @@ class Restarts:
                 started[member] = done.result()
                 continue
             failure = f"a new worker in place of {self.group} {member} did not start: {one_line(error)}"
-            then = self.lose(member, isinstance(error, NodeLeft))
+            then = self.lose(member, isinstance(error, NodeLost))
             if self.is_lost:
                 raise WorkerDied(failure) from error
             LOG.warning("%s; %s", failure, then, extra={"kind": "death"})
@@ -107,9 +112,9 @@ class Restarts:
     def _name_late(self) -> None:
         for member in [member for member, at in self._late.items() if time.monotonic() > at]:
             del self._late[member]
-            if self._again is not None and not self._starting[member].done():
+            if self._restart_policy is not None and not self._starting[member].done():
                 LOG.warning("a new worker in place of %s %d is not there after %g s; it is waited for: Ray's control "
-                            "service may hang", self.group, member, self._again.within_s)  # fmt: skip
+                            "service may hang", self.group, member, self._restart_policy.within_s)  # fmt: skip
 
     @property
     def is_lost(self) -> bool:

@@ -32,7 +32,7 @@ def require_fit(
 
     ``hint`` is appended: what else the user could do.
     """
-    idle = [node.emptied() for node in nodes]
+    idle = [node.as_idle() for node in nodes]
     if solve(requests, idle, cpus_per_worker) is not None:
         return
     parts = [_misfit(requests, idle, cpus_per_worker), _nearest_text(requests, idle, cpus_per_worker)]
@@ -203,7 +203,7 @@ def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
 
 def fits(config: Config, nodes: Sequence[Node]) -> bool:
     """Return whether its groups have room on these nodes with nobody on them."""
-    return solve(group_requests(config), [node.emptied() for node in nodes], 0.0) is not None
+    return solve(group_requests(config), [node.as_idle() for node in nodes], 0.0) is not None
 
 
 def may_share(config: Config) -> bool:

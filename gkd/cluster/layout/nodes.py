@@ -27,7 +27,7 @@ class Node:
     free_gpus: int = -1
     free_cpus: float = -1.0
 
-    def emptied(self) -> Node:
+    def as_idle(self) -> Node:
         """Return the same node with nobody on it."""
         return replace(self, free_gpus=len(self.gpus), free_cpus=self.cpus)
 
@@ -140,7 +140,7 @@ class _State:
 
 def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
     """Return nodes with so many GPUs each, of which nobody has any."""
-    return [Node(str(i), str(i), tuple(range(n)), 0.0).emptied() for i, n in enumerate(gpus_of_nodes)]
+    return [Node(str(i), str(i), tuple(range(n)), 0.0).as_idle() for i, n in enumerate(gpus_of_nodes)]
 
 
 def group_requests(config: Config) -> list[GroupRequest]:
@@ -256,12 +256,12 @@ def _choices(request: GroupRequest, states: list[_State], cpus: float) -> Iterat
         if state.can_host(request, cpus):
             kinds.setdefault(state.kind(), []).append(position)
 
-    def mixes(members: list[list[int]], wanted: int) -> Iterator[list[int]]:
-        if wanted == 0:
+    def mixes(members: list[list[int]], n_remaining: int) -> Iterator[list[int]]:
+        if n_remaining == 0:
             yield []
-        elif sum(map(len, members)) >= wanted:
-            for count in range(min(wanted, len(members[0])), -1, -1):
-                for rest in mixes(members[1:], wanted - count):
+        elif sum(map(len, members)) >= n_remaining:
+            for count in range(min(n_remaining, len(members[0])), -1, -1):
+                for rest in mixes(members[1:], n_remaining - count):
                     yield members[0][:count] + rest
 
     yield from mixes(list(kinds.values()), request.nnodes)

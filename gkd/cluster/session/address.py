@@ -85,7 +85,7 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
                 use_token()
                 return _metadata(address, where, timeout_s)
             raise ConfigError(
-                f"{where}: this cluster asks for a token: copy ~/.ray/auth_token from the machine of its head"
+                f"{where}: this cluster requires a token: copy ~/.ray/auth_token from the machine of its head"
             ) from None
         raise ConfigError(f"{where}: what answers there is not a Ray {ray.__version__} head") from None
     metadata = json.loads(probe.stdout.splitlines()[-1])

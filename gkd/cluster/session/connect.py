@@ -178,7 +178,7 @@ def join(address: str, setting: str = "cluster.address") -> None:
 def _plan_private(config: Config) -> tuple[int, int, bool]:
     """Return GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError for too few."""
     cluster, uuids = config.cluster, gpu.nvml_uuids()
-    real = gpu.real_tokens(os.environ.get(gpu.VISIBLE), uuids)
+    real = gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids)
     n_gpus, simulated, hint = len(real), False, ""
     # GPUs that the installed packages cannot compute on are as good as none.
     for_layout = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
@@ -212,7 +212,7 @@ def _local_node(n_gpus: int, n_cpus: int, simulated: bool, uuids: list[str]) -> 
 
 def _lists_enough(n_gpus: int) -> bool:
     """Return whether simulated GPUs can take their ids from the parent's CUDA_VISIBLE_DEVICES."""
-    entries = gpu.tokens(os.environ.get(gpu.VISIBLE)) or []
+    entries = gpu.parse_visible_devices(os.environ.get(gpu.VISIBLE)) or []
     return len(entries) >= n_gpus and all(token.isdigit() for token in entries)
 
 

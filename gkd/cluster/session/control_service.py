@@ -75,8 +75,8 @@ class ControlService:
 
     def _watch(self) -> None:
         while not self._closed.wait(INTERVAL_S):
-            answers, now = self.answers(), time.monotonic()
-            if answers:
+            responding, now = self.is_responding(), time.monotonic()
+            if responding:
                 self._answered = now
             elif now - self._answered > self._grace_s:
                 self._lost.set()
@@ -89,7 +89,7 @@ class ControlService:
                 print(f"failed: {self._message()}; the run waited for it", file=sys.stderr, flush=True)
                 os._exit(1)  # the main thread may be in a call that nothing interrupts
 
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         """Return whether something listens there now; also where this process lacks what it takes to know."""
         try:
             connect(self.address, CONNECT_TIMEOUT_S)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from gkd.errors import Stopped
+from gkd.errors import SignalExit
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end a program."""
@@ -38,7 +38,7 @@ _codes: list[int] = []
 
 
 def exit_on_signals() -> None:
-    """Turn SIGTERM, SIGHUP and SIGINT into Stopped (143, 129, 130), so that what is open is closed. Main thread only.
+    """Turn SIGTERM, SIGHUP, SIGINT into SignalExit (143, 129, 130), so that what is open is closed. Main thread only.
 
     One that comes later than :data:`TOGETHER_S` after the first ends what the first has begun to close.
     """
@@ -49,7 +49,7 @@ def exit_on_signals() -> None:
         if _received and now - _received[-1][1] < TOGETHER_S:
             return
         _received.append((number, now))
-        raise Stopped(number)
+        raise SignalExit(number)
 
     handle_ending_signals(stop)
 
@@ -68,7 +68,7 @@ def keep_exit_code() -> Iterator[None]:
         yield
     except SystemExit:
         if _received:
-            raise Stopped(_received[0][0]) from None
+            raise SignalExit(_received[0][0]) from None
         raise
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.errors import RunFailed
-from gkd.inference.engine import Span
+from gkd.inference.engine import NodeSpan
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Engines:
         """Start a new leader of an engine on one node, in place of the one that died; returns it, not built yet.
 
         The engine's other workers go on holding its further GPUs. Where their node has left, all of them are started on
-        another one that has as many GPUs free. Raises NodeLeft where none has, RunFailed where one does not start.
+        another one that has as many GPUs free. Raises NodeLost where none has, RunFailed where one does not start.
         """
         name, rank = self.leaders.name, self.leaders.reports[engine].rank
         n_gpus = len(placement.groups[name]) // len(self.leaders)
         ranks = range(rank, rank + n_gpus)
         try:
             worker = placement.restart_worker(name, rank)
-        except NodeLeft:
+        except NodeLost:
             worker = placement.move_workers(name, ranks).select([0])
         if n_gpus > 1:
             members = placement.groups[name].select(ranks)
@@ -80,7 +80,7 @@ class Engines:
     ) -> list[PendingCall]:
         """Start building every engine: ``target`` at its leader, ``follower`` at its other parts.
 
-        Both take the arguments of their engine and then their Span, None for an engine on one node. The parts of an
+        Both take the arguments of their engine and then their NodeSpan, None for an engine on one node. The parts of an
         engine wait for each other. Raises RunFailed when a worker does not answer.
         """
         if not self.followers:
@@ -90,7 +90,7 @@ class Engines:
         ports = gather([self.leaders.as_pending("finding a port", calls)], self.timeout_s)[0]
         leading, following = [], []
         for args, report, port in zip(args_per_engine, self.leaders.reports, ports, strict=True):
-            spans = [Span(self.nnodes, node_rank, report.ip, port) for node_rank in range(self.nnodes)]
+            spans = [NodeSpan(self.nnodes, node_rank, report.ip, port) for node_rank in range(self.nnodes)]
             leading.append((*args, spans[0]))
             following += [(*args, span) for span in spans[1:]]
         return [

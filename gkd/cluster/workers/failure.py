@@ -7,18 +7,18 @@ import re
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, NotUpdated, OutOfMemory, RunFailed, one_line
+from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, one_line
 
 
 class WorkerDied(RunFailed):
     """A worker's process is gone. Where others can do its work, the run goes on."""
 
 
-class WorkerHangs(WorkerDied):
+class WorkerHung(WorkerDied):
     """A worker does nothing and may never do so again: to be ended, and to be treated as one that died."""
 
 
-class NodeLeft(RunFailed):
+class NodeLost(RunFailed):
     """The node is gone on which a worker was to be started again, and with it what is reserved there."""
 
 
@@ -32,7 +32,7 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, OutOfMemory):
         return OutOfMemory(str(cause), cause.budget)
-    for kind in (ConfigError, NotUpdated, WorkerHangs, WorkerDied, RunFailed):
+    for kind in (ConfigError, UpdateFailed, WorkerHung, WorkerDied, RunFailed):
         if isinstance(cause, kind):
             return kind(str(cause))
     if isinstance(error, RayTaskError):

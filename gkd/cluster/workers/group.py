@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.session.control_service import ControlService
-from gkd.cluster.workers.failure import WorkerDied, WorkerHangs, explain
+from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
 from gkd.errors import ControlLost, RunFailed
 from gkd.types import ScoredSample, TrainingSample
 
@@ -25,7 +25,7 @@ LOG = logging.getLogger("gkd")
 REPORT_TIMEOUT_S = 5.0
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 """How often a wait looks whether Ray's control service is there."""
 GET_S = 20.0
 """How often it looks while it gets a result, which may be large and would be begun anew."""
@@ -178,7 +178,7 @@ def gather(
     Raises RunFailed as soon as the first worker fails or dies, naming it, or after ``timeout_s`` seconds, naming what
     was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. For groups in which others can do a
     worker's work, one that died has with ``keep_deaths`` its WorkerDied in place of a result, and one that has not
-    answered in time with ``keep_late`` its WorkerHangs. Raises ControlLost when the time that Ray leaves a run without
+    answered in time with ``keep_late`` its WorkerHung. Raises ControlLost when the time that Ray leaves a run without
     its control service is over.
     """
     deadline = time.monotonic() + timeout_s
@@ -187,14 +187,14 @@ def gather(
     results: dict[Any, Any] = {}
     waiting = list(owner)
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_look(deadline))
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_poll(deadline))
         if not ready and time.monotonic() < deadline:
             _require_time(services)
             continue
         if not ready:
             if not keep_late:
                 raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
-            results |= {ref: WorkerHangs(_timeout_text(calls, {ref}, owner, timeout_s)) for ref in waiting}
+            results |= {ref: WorkerHung(_timeout_text(calls, {ref}, owner, timeout_s)) for ref in waiting}
             break
         for ref in ready:
             try:
@@ -211,7 +211,7 @@ def gather(
 
 def _get(ref: Any, deadline: float, services: Collection[ControlService]) -> Any:
     """Return the result of a call that is done. Ray asks its control service why a worker died: it may be gone."""
-    deadline = max(deadline, time.monotonic() + LOOK_EVERY_S)
+    deadline = max(deadline, time.monotonic() + POLL_EVERY_S)
     while True:
         try:
             return ray.get(ref, timeout=min(GET_S, max(0.0, deadline - time.monotonic())))
@@ -227,8 +227,8 @@ def _require_time(services: Collection[ControlService]) -> None:
         service.require_time()
 
 
-def _seconds_to_next_look(deadline: float) -> float:
-    return min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+def _seconds_to_next_poll(deadline: float) -> float:
+    return min(POLL_EVERY_S, max(0.0, deadline - time.monotonic()))
 
 
 def _take_last_part(method: str) -> str:
@@ -236,7 +236,7 @@ def _take_last_part(method: str) -> str:
     return method.rpartition(".")[2]
 
 
-def settle(call: PendingCall, timeout_s: float) -> None:
+def wait(call: PendingCall, timeout_s: float) -> None:
     """Wait until a call is done, without fetching what it returns: that may be handed on by reference.
 
     What went wrong, if anything did, is raised where the references are used. Raises RunFailed after ``timeout_s``, and
@@ -244,7 +244,7 @@ def settle(call: PendingCall, timeout_s: float) -> None:
     """
     deadline, late = time.monotonic() + timeout_s, list(call.refs)
     while late:
-        left = _seconds_to_next_look(deadline)
+        left = _seconds_to_next_poll(deadline)
         _, late = ray.wait(late, num_returns=len(late), timeout=left, fetch_local=False)
         if late and time.monotonic() >= deadline:
             owner = dict(zip(call.refs, call.workers, strict=True))
@@ -275,7 +275,7 @@ def first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | 
             ray.get(ready[0], timeout=1.0)
         except Exception as error:  # of which only a death is of interest here
             failure = explain(error, owner[ready[0]])
-            if isinstance(failure, WorkerDied) and not isinstance(failure, WorkerHangs):
+            if isinstance(failure, WorkerDied) and not isinstance(failure, WorkerHung):
                 return failure
     return None
 
@@ -332,7 +332,7 @@ class WorkerReports:
     def _name(self, worker: Any, who: Report) -> None:
         if worker not in self._named:
             self._named.add(worker)
-            LOG.warning("%s does not say how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
+            LOG.warning("%s does not report how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
 
 
 def _answer(ref: Any) -> dict[str, Any] | None:

@@ -14,9 +14,16 @@ from gkd.cluster.layout.assignment import Report, faults
 from gkd.cluster.layout.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.layout.nodes import GroupRequest, group_requests
 from gkd.cluster.session.connect import Session
-from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import Group
-from gkd.cluster.workers.reserve import Claim, NodeGone, NoRoom, read_nodes, reserve, start_workers
+from gkd.cluster.workers.reserve import (
+    Claim,
+    InsufficientResources,
+    NodeLostInReservation,
+    read_nodes,
+    reserve,
+    start_workers,
+)
 from gkd.config import Cluster, Config
 from gkd.errors import RunFailed
 
@@ -48,20 +55,20 @@ class Placement:
     def restart_worker(self, group: str, rank: int) -> Group:
         """Do what :meth:`restart` does for one worker, and return it alone. May be called on any thread.
 
-        Raises NodeLeft where its node has left the cluster.
+        Raises NodeLost where its node has left the cluster.
         """
         return _detach_from_service(self._replace(group, [rank]).select([rank]))
 
     def move_workers(self, group: str, ranks: Sequence[int]) -> Group:
         """Start new workers in place of these of one node, which has left, on another node, and check their GPUs.
 
-        Returns them. May be called on any thread. Raises NodeLeft where no node gets room for them in time, or where
+        Returns them. May be called on any thread. Raises NodeLost where no node gets room for them in time, or where
         another group shared their GPUs, RunFailed where one does not start or has a wrong GPU.
         """
         old = [self.claims[group][rank] for rank in ranks]
         gpus = {uuid for claim in old for uuid in claim.device.gpu_uuids}
         if any(gpus & set(report.gpu_uuids) for report in self.reports if report.group != group):
-            raise NodeLeft(f"the node left on which {group} shared GPUs with another group")
+            raise NodeLost(f"the node left on which {group} shared GPUs with another group")
         started, names = start_elsewhere(self.session, group, old, self.cluster, group in self.exact)
         with self._lock:
             self.node_names |= names
@@ -132,7 +139,7 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     claims, names = reserve(session, group_requests(config), config.cluster, nodes_come)
     groups = {group: _group(group, claims[group], names, session) for group in config.groups()}
     ranges = {group: pool.ranges() for group, pool in config.groups().items()}
-    exact = frozenset(group for group, wanted in ranges.items() if wanted is not None)
+    exact = frozenset(group for group, indices in ranges.items() if indices is not None)
     placement = Placement(groups, claims, names, session, config.cluster, exact)
     wrong = faults(placement.reports, ranges, config.may_share())
     if wrong:
@@ -157,14 +164,14 @@ def _report(group: str, rank: int, claim: Claim, names: dict[str, str]) -> Repor
 def start_again(session: Session, claims: Sequence[Claim], cluster: Cluster) -> list[Claim]:
     """Start new workers in place of those of ``claims``, which are ended whatever they are doing, on the same GPUs.
 
-    Raises RunFailed when one does not start or sees another GPU, NodeLeft when its node has left; then none of them is
+    Raises RunFailed when one does not start or sees another GPU, NodeLost when its node has left; then none of them is
     left.
     """
     session.release([claim.worker for claim in claims if claim.worker in session.workers], [])
     try:
         started = start_workers(session, [(claim.bundle, claim.resources) for claim in claims], cluster)
-    except NodeGone as error:
-        raise NodeLeft(f"workers could not be started again: {error}") from None
+    except NodeLostInReservation as error:
+        raise NodeLost(f"workers could not be started again: {error}") from None
     for old, new in zip(claims, started, strict=True):
         if new.device.gpu_uuids != old.device.gpu_uuids:
             session.release([claim.worker for claim in started], [])
@@ -179,12 +186,12 @@ def start_elsewhere(
     """Start new workers in place of those of ``claims``, whose node has left, on as many GPUs of one other node.
 
     ``exact``: on those with the same indices. Waits ``cluster.reserve_timeout_s`` for a node that has them free;
-    returns the claims, and names of nodes by id. Raises NodeLeft where none has, RunFailed when one does not start.
+    returns the claims, and names of nodes by id. Raises NodeLost where none has, RunFailed when one does not start.
     """
     indices = tuple(index for claim in claims for index in claim.device.gpu_indices)
     request = GroupRequest(group, group, len(claims), 1, indices if exact else None)
     try:
         started, names = reserve(session, [request], cluster, nodes_come=True)
-    except NoRoom as error:
-        raise NodeLeft(f"its node left, and no other has room for it: {error}") from None
+    except InsufficientResources as error:
+        raise NodeLost(f"its node left, and no other has room for it: {error}") from None
     return started[group], names

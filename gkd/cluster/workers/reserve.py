@@ -2,7 +2,7 @@
 
 Ray chooses which device a bundle gets, and only the process that runs in it sees it. So the workers start first and
 report their device; then each is given its group and rank. Where exact GPUs are requested, the free GPUs of those
-nodes are taken, the wanted ones are kept and the rest is given back. When a wanted one is missing, all is given back,
+nodes are taken, requested ones are kept and the rest is given back. When a requested one is missing, all is given back,
 so that two runs waiting for each other cannot lock up, and it is tried again after a random pause.
 """
 
@@ -34,7 +34,7 @@ LOG = logging.getLogger("gkd")
 LOG_EVERY_S, LOG_SELDOM_S = 5.0, 60.0  # at first, and in the end: some wait beside a run, or for other runs
 READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
 LONGEST_PAUSE_S = 8.0
-LOOK_EVERY_S = 2.0  # whether the nodes on which workers are starting are there: Ray would wait for them to come back
+POLL_EVERY_S = 2.0  # whether the nodes on which workers are starting are there: Ray would wait for them to come back
 
 RemoteWorker = ray.remote(max_restarts=0, concurrency_groups=CONCURRENCY_GROUPS)(Worker)
 
@@ -59,15 +59,15 @@ class Claim:
     """What Ray counts for the worker: ``num_gpus`` and ``num_cpus``."""
 
 
-class _Missed(Exception):
+class _AttemptFailed(Exception):
     """This attempt did not get what it needs; names what was missing."""
 
 
-class NoRoom(RunFailed):
+class InsufficientResources(RunFailed):
     """What was requested was not free in time."""
 
 
-class NodeGone(_Missed):
+class NodeLostInReservation(_AttemptFailed):
     """A node left on which workers were starting."""
 
 
@@ -88,21 +88,23 @@ def reserve(
     share = 1 / max(request.workers_per_gpu for request in requests)
     pause, every, logged, unlucky = 0.5, LOG_EVERY_S, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
     while not session.ended:
-        # A node where a wanted GPU was missing comes last, so that another one is tried.
+        # A node where a requested GPU was missing comes last, so that another one is tried.
         slots = solve(requests, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
-                look_at = _count_gpus_to_take(slots, nodes, unlucky)
-                claims = _attempt(session, requests, slots, look_at, cluster, share)
+                gpus_to_take = _count_gpus_to_take(slots, nodes, unlucky)
+                claims = _attempt(session, requests, slots, gpus_to_take, cluster, share)
                 return claims, {node.id: node.name for node in nodes}
-            except _Missed as error:
+            except _AttemptFailed as error:
                 missing = f"; {error}"
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
         state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
-            raise NoRoom(f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}")
+            raise InsufficientResources(
+                f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}"
+            )
         if time.monotonic() - logged >= every:
             logged, every = time.monotonic(), min(2 * every, LOG_SELDOM_S)
             LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
@@ -112,9 +114,9 @@ def reserve(
 
 
 def _count_gpus_to_take(slots: list[Slot], nodes: Sequence[Node], unlucky: frozenset[str]) -> dict[str, int]:
-    """Return GPUs to take on each node with exact slots: all that are free, so that the wanted ones are among them.
+    """Return GPUs to take on each node with exact slots: all that are free, so that requested ones are among them.
 
-    Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last wanted
+    Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last requested
     one will do, and the processes that would only look at the others need not start.
     """
     exact_nodes = {slot.node_id for slot in slots if slot.gpus is not None}
@@ -142,18 +144,18 @@ def _attempt(
     session: Session,
     requests: Sequence[GroupRequest],
     slots: list[Slot],
-    look_at: dict[str, int],
+    gpus_to_take: dict[str, int],
     cluster: Cluster,
     share: float,
 ) -> dict[str, list[Claim]]:
     """Reserve GPUs and start workers; return claims by group, in the order of devices.
 
-    Raises _Missed, with everything given back, when someone was faster. Other threads may start workers meanwhile.
+    Raises _AttemptFailed, with everything given back, when someone was faster. Other threads may start workers.
     """
     reserved: list[Any] = []
     claims: list[Claim] = []
     try:
-        bundles = _take(session, reserved, slots, look_at, cluster.cpus_per_worker)
+        bundles = _take(session, reserved, slots, gpus_to_take, cluster.cpus_per_worker)
         specs = [bundle.placement_group.bundle_specs[bundle.index] for bundle in bundles]
         resources = [{"num_gpus": share, "num_cpus": spec.get("CPU", 0.0)} for spec in specs]
         claims = start_workers(session, list(zip(bundles, resources, strict=True)), cluster)
@@ -166,7 +168,7 @@ def _attempt(
             holders.setdefault(place, []).append(claim)
         chosen = choose_devices(slots, available)
         if isinstance(chosen, str):
-            raise _Missed(f"{chosen} is held by someone else")
+            raise _AttemptFailed(f"{chosen} is held by someone else")
         claims_by_slot = [
             [holders[slot.node_id, index].pop() for index in indices]
             for slot, indices in zip(slots, chosen, strict=True)
@@ -181,14 +183,14 @@ def _attempt(
 
 
 def _take(
-    session: Session, reserved: list[Any], slots: list[Slot], look_at: dict[str, int], cpus: float
+    session: Session, reserved: list[Any], slots: list[Slot], gpus_to_take: dict[str, int], cpus: float
 ) -> list[_Bundle]:
     """Reserve the GPUs: as many as needed in one atomic group; those to look at one by one. Adds them to ``reserved``.
 
-    Raises _Missed when someone was faster.
+    Raises _AttemptFailed when someone was faster.
     """
-    plain = [slot.node_id for slot in slots if slot.node_id not in look_at for _ in range(slot.n_gpus)]
-    cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in look_at]
+    plain = [slot.node_id for slot in slots if slot.node_id not in gpus_to_take for _ in range(slot.n_gpus)]
+    cpu_only = [(slot.node_id, cpus * slot.n_gpus) for slot in slots if slot.node_id in gpus_to_take]
     cpu_only += [(slot.node_id, cpus * slot.n_colocated) for slot in slots if slot.n_colocated]
     together = [(node_id, {"GPU": 1.0, "CPU": cpus}) for node_id in plain]
     # GPUs taken to look at carry no CPUs, of which there need not be enough for all of them.
@@ -196,12 +198,12 @@ def _take(
     main = _placement_group(session, reserved, together)
     singles = [
         (node_id, _placement_group(session, reserved, [(node_id, {"GPU": 1.0})]))
-        for node_id, count in look_at.items()
+        for node_id, count in gpus_to_take.items()
         for _ in range(count)
     ]
     ready = _wait_ready([main, *(group for _, group in singles)])
     if main not in ready:
-        raise _Missed("someone else was faster")
+        raise _AttemptFailed("someone else was faster")
     late = [group for _, group in singles if group not in ready]
     session.release([], late)
     bundles = [_Bundle(node_id, main, i) for i, node_id in enumerate(plain)]
@@ -226,31 +228,32 @@ def _wait_ready(groups: list[Any]) -> list[Any]:
 
 
 def start_workers(
-    session: Session, wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
+    session: Session, placements: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
     """Start workers with these resources out of these bundles, all starting at the same time, and what each sees.
 
-    Where that fails none of them is left. Raises NodeGone when a node leaves, RunFailed when one does not start.
+    Where that fails none of them is left. Raises NodeLostInReservation when a node leaves, RunFailed when one does not
+    start.
     """
     workers: list[Any] = []
     try:
-        for bundle, resources in wanted:
+        for bundle, resources in placements:
             strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
             worker = RemoteWorker.options(**resources, scheduling_strategy=strategy).remote()
             workers.append(worker)
             session.add(worker)
-        return _collect_claims(workers, wanted, cluster)
+        return _collect_claims(workers, placements, cluster)
     except BaseException:
         session.release([worker for worker in workers if worker in session.workers], [])
         raise
 
 
 def _collect_claims(
-    workers: Sequence[Any], wanted: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
+    workers: Sequence[Any], placements: Sequence[tuple[_Bundle, dict[str, float]]], cluster: Cluster
 ) -> list[Claim]:
     """Wait until all workers have reported what they see."""
     refs = [worker.report.remote() for worker in workers]
-    node_ids = {bundle.node_id for bundle, _ in wanted}
+    node_ids = {bundle.node_id for bundle, _ in placements}
     _wait_started(refs, node_ids, cluster.start_timeout_s)
     reports = []
     for ref in refs:
@@ -261,24 +264,24 @@ def _collect_claims(
             raise explain(error, "a worker that was just starting") from error
     return [
         Claim(worker, bundle, report, resources)
-        for worker, (bundle, resources), report in zip(workers, wanted, reports, strict=True)
+        for worker, (bundle, resources), report in zip(workers, placements, reports, strict=True)
     ]
 
 
 def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> None:
-    """Wait until every worker has reported or failed. Raises _Missed when a node left, RunFailed when time is up."""
+    """Wait until every worker has reported or failed. Raises NodeLostInReservation or, at the limit, RunFailed."""
     deadline = time.monotonic() + timeout_s
     late = list(refs)
     while late:
         _require_alive(node_ids)
         if time.monotonic() > deadline:
             raise RunFailed(f"{len(late)} of {len(refs)} workers did not start within {timeout_s:g} s")
-        _, late = ray.wait(late, num_returns=len(late), timeout=LOOK_EVERY_S)
+        _, late = ray.wait(late, num_returns=len(late), timeout=POLL_EVERY_S)
 
 
 def _require_alive(node_ids: set[str]) -> None:
     if not node_ids <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        raise NodeGone("a node left")
+        raise NodeLostInReservation("a node left")
 
 
 def _group_claims(
@@ -296,18 +299,18 @@ def _start_colocated(
     session: Session, requests: Sequence[GroupRequest], hosts: dict[str, list[Claim]], cluster: Cluster, share: float
 ) -> dict[str, list[Claim]]:
     """Start colocated groups, now that it is known which GPU each host has; return ``hosts`` and their claims."""
-    wanted: dict[str, list[_Bundle]] = {}
+    bundles_by_group: dict[str, list[_Bundle]] = {}
     for request in requests:
         for other in request.colocated:
             ranks = [node * request.n_gpus + position for node in range(other.nnodes) for position in other.positions]
-            wanted[other.group] = [hosts[request.group][rank].bundle for rank in ranks]
-    if not wanted:
+            bundles_by_group[other.group] = [hosts[request.group][rank].bundle for rank in ranks]
+    if not bundles_by_group:
         return hosts
     # They come into bundles that have a worker; their CPUs are reserved elsewhere.
     resources = {"num_gpus": share, "num_cpus": 0.0}
-    bundles = [(bundle, resources) for group in wanted.values() for bundle in group]
+    bundles = [(bundle, resources) for group in bundles_by_group.values() for bundle in group]
     claims = iter(start_workers(session, bundles, cluster))
-    return hosts | {group: [next(claims) for _ in own] for group, own in wanted.items()}
+    return hosts | {group: [next(claims) for _ in own] for group, own in bundles_by_group.items()}
 
 
 def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:

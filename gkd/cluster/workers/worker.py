@@ -28,7 +28,7 @@ from gkd.inference.vllm_environment import allocate_by
 
 # "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
 # them. "control" stays free for pings, aborts and queue submissions while "main" is busy.
-# Senders wait for pieces of weights to be loaded: two of every rank that shares GPUs with an engine.
+# Senders wait for buckets of weights to be loaded: two of every rank that shares GPUs with an engine.
 CONCURRENCY_GROUPS = {"main": 1, "control": 8, "stream": 4, "weights": 32}
 
 
@@ -131,9 +131,9 @@ class Worker:
         return self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="weights")  # type: ignore[untyped-decorator]
-    def load_piece(self, *args: Any) -> Any:
-        """Call the object's ``weights.load_piece``, which waits until a piece of new weights is loaded."""
-        return self._method("weights.load_piece")(*args)
+    def load_bucket(self, *args: Any) -> Any:
+        """Call the object's ``weights.load_bucket``, which waits until a bucket of new weights is loaded."""
+        return self._method("weights.load_bucket")(*args)
 
     @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gkd.durable import Sum, flush, reason, replace, sum_of
+from gkd.durable import Checksum, compute_checksum, flush, reason, replace
 from gkd.version import __version__
 
 STATE = "state.json"
@@ -31,12 +31,12 @@ Cause = Literal["step", "time", "end"]
 """Why a checkpoint was written: trainer.save_every, trainer.save_minutes, or a run that ended before its time."""
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint that is not what was written, and in what."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RunState:
     """The driver's part: ``step`` steps are done; ``prompts`` is that of the stream; the rest is for the summary.
 
     ``ahead``: steps whose prompts were drawn and that are not done, each with the indices of these.
@@ -70,12 +70,12 @@ class SavedCheckpoint:
 
     path: Path
     cause: Cause
-    state: State
+    state: RunState
     config: Mapping[str, Any]
     model: str
     dtype: str
     data: Mapping[str, str]
-    files: Mapping[str, Sum]
+    files: Mapping[str, Checksum]
     version: str = __version__
 
     @property
@@ -96,38 +96,40 @@ def write(saved: SavedCheckpoint) -> None:
 
 
 def read(path: Path) -> SavedCheckpoint:
-    """Describe the checkpoint in ``path``, without looking at its other files. Raises Damaged."""
+    """Describe the checkpoint in ``path``, without looking at its other files. Raises DamagedCheckpoint."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
         if "sha256" not in content:
-            raise Damaged(f"{STATE} cannot be read: it has no sum; an earlier version of this program wrote none")
+            raise DamagedCheckpoint(
+                f"{STATE} cannot be read: it has no checksum; an earlier version of this program wrote none"
+            )
         if content.pop("sha256") != _sum(content):
-            raise Damaged(f"{STATE} is not what was written: its sum differs")
+            raise DamagedCheckpoint(f"{STATE} is not what was written: its checksum differs")
         content.setdefault("version", "0.1.0")  # the last that did not write its own
-        content["state"] = State(**content["state"])
-        content["files"] = {name: Sum(**saved) for name, saved in content["files"].items()}
+        content["state"] = RunState(**content["state"])
+        content["files"] = {name: Checksum(**saved) for name, saved in content["files"].items()}
         saved = SavedCheckpoint(path, **content)
     except OSError as error:
-        raise Damaged(reason(error)) from None
+        raise DamagedCheckpoint(reason(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{STATE} cannot be read: {type(error).__name__}: {error}") from None
+        raise DamagedCheckpoint(f"{STATE} cannot be read: {type(error).__name__}: {error}") from None
     if strange := [name for name in saved.files if not _RANK_FILE.fullmatch(name)]:
-        raise Damaged(f"{STATE} names {strange[0]!r}, which is no file of a checkpoint")
+        raise DamagedCheckpoint(f"{STATE} names {strange[0]!r}, which is no file of a checkpoint")
     return saved
 
 
 def read_intact(path: Path) -> SavedCheckpoint:
-    """Do as :func:`read`, with every file compared with its sum. Raises Damaged."""
+    """Do as :func:`read`, with every file compared with its checksum. Raises DamagedCheckpoint."""
     saved = read(path)
     if not saved.files:
-        raise Damaged(f"{STATE} names no files")
+        raise DamagedCheckpoint(f"{STATE} names no files")
 
     def compare(name: str) -> None:
         try:
-            if sum_of(path / name) != saved.files[name]:
-                raise Damaged(f"{name} is not what was written: its sum differs")
+            if compute_checksum(path / name) != saved.files[name]:
+                raise DamagedCheckpoint(f"{name} is not what was written: its checksum differs")
         except OSError as error:
-            raise Damaged(reason(error)) from None
+            raise DamagedCheckpoint(reason(error)) from None
 
     with ThreadPoolExecutor(max_workers=8) as threads:
         list(threads.map(compare, saved.files))
@@ -140,7 +142,7 @@ def newest_intact(directory: Path) -> tuple[SavedCheckpoint | None, dict[Path, s
     for path in reversed(complete(directory)):
         try:
             return read_intact(path), damaged
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             damaged[path] = str(error)
     return None, damaged
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.config import Config, Lora
 from gkd.data.tokenizer import check_causal_lm
-from gkd.driver.checkpoints.checkpoint import Damaged, SavedCheckpoint, complete, read_intact
+from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, SavedCheckpoint, complete, read_intact
 from gkd.driver.inputs.find import find_files
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import fingerprint
@@ -48,7 +48,7 @@ def models_of_run(run: Path, config: Config) -> RunModels:
         try:
             saved = read_intact(path)
             checkpoints[saved.state.step] = saved
-        except Damaged as why:
+        except DamagedCheckpoint as why:
             log.warning("%s is damaged and left out: %s", path, why)
     base = next((saved.model for saved in checkpoints.values()), None) or find_files(config, log.info)[0]
     base = check_causal_lm(base, "the model that was trained")
@@ -134,9 +134,10 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
         sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
         for name, val_set in data.val_sets.items():
-            sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"every"})
-        reward = config.reward.with_functions(config.reward.of_sets)
-        reward = {name: value for name, value in reward.items() if name not in ("functions", "weights", "of_sets")}
+            sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"val_every"})
+        others = ("functions", "weights", "set_functions")
+        reward = config.reward.with_functions(config.reward.set_functions)
+        reward = {name: value for name, value in reward.items() if name not in others}
     return {
         f"models.{START}": models.base,
         "model.dtype": config.model.dtype,

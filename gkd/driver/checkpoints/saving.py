@@ -13,11 +13,11 @@ from pathlib import Path
 
 from gkd.actor.batches import combine_mini_batches
 from gkd.actor.group import ActorGroup
-from gkd.cluster.workers.group import PendingCall, gather, is_done, settle
+from gkd.cluster.workers.group import PendingCall, gather, is_done, wait
 from gkd.config import Config
 from gkd.driver.checkpoints import checkpoint
-from gkd.driver.checkpoints.checkpoint import RANKS, Cause, SavedCheckpoint, State
-from gkd.durable import Sum, reason
+from gkd.driver.checkpoints.checkpoint import RANKS, Cause, RunState, SavedCheckpoint
+from gkd.durable import Checksum, reason
 from gkd.errors import RunFailed, one_line
 from gkd.observability import events
 from gkd.observability.metrics import keep_finite
@@ -47,21 +47,21 @@ class Checkpoints:
     def __init__(self, config: Config, output: Path, started: float, data: Mapping[str, str], first: int = 0) -> None:
         self.config, self.directory, self.started, self.data = config, output / "checkpoints", started, data
         self._newest = self._done = first  # steps: of the newest checkpoint; that are trained, validated and logged
-        self._states: dict[int, State] = {}
+        self._states: dict[int, RunState] = {}
         self._writing: RunningWrite | None = None
         self._begun = time.monotonic()
         self._failure: str | None = None
         self._last: int | None = None  # the step that the run ends with, once that is known
         self._ending = False
 
-    def train(self, state: State) -> None:
+    def train(self, state: RunState) -> None:
         """Note that the actor may hold the weights of this step from now on, whose row is not written yet."""
         self._keep(state)
         writing = self._writing
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
-    def save_if_due(self, actor: ActorGroup, state: State, last: bool = False) -> None:
+    def save_if_due(self, actor: ActorGroup, state: RunState, last: bool = False) -> None:
         """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning.
 
         ``last``: the run ends with this step, before ``trainer.total_steps``.
@@ -91,7 +91,7 @@ class Checkpoints:
         """Save what is whole of a run that ends before its time, and print where it can go on from. Never raises."""
         self._ending = True
         try:
-            if self._writing is None or is_done(self._writing.calls) or actor.answers():
+            if self._writing is None or is_done(self._writing.calls) or actor.is_responding():
                 self._complete()
             step = actor.read_applied().step
             if step < self._done:
@@ -114,7 +114,7 @@ class Checkpoints:
         """Return minutes since the last checkpoint was begun, or the run."""
         return (time.monotonic() - self._begun) / 60
 
-    def _keep(self, state: State) -> None:
+    def _keep(self, state: RunState) -> None:
         self._states = {step: kept for step, kept in self._states.items() if step == state.step - 1}
         self._states[state.step] = state
 
@@ -130,7 +130,7 @@ class Checkpoints:
         applied = actor.stage()
         state = self._states.get(applied.step)
         if state is None:
-            raise RunFailed(f"the actor holds the weights of step {applied.step}, which the run knows nothing of")
+            raise RunFailed(f"the actor holds the weights of step {applied.step}, which the run has no record of")
         if state.row is not None:  # of an update whose metrics never arrived
             state = replace(state, row={**keep_finite(combine_mini_batches(applied.rows)), **state.row})
         path = self.directory / f"step_{state.step}"
@@ -152,13 +152,13 @@ class Checkpoints:
             if not left and not is_done(writing.calls):
                 limit = self.config.trainer.save_timeout_s
                 raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
-            written: list[tuple[str, Sum]] = gather([writing.calls], left)[0]
+            written: list[tuple[str, Checksum]] = gather([writing.calls], left)[0]
             files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
             checkpoint.write(replace(saved, files=files, state=state))
         except (RunFailed, OSError) as error:
             with suppress(RunFailed):  # of one rank; others may be writing there still
-                settle(writing.calls, max(0.0, writing.deadline - time.monotonic()))
+                wait(writing.calls, max(0.0, writing.deadline - time.monotonic()))
             shutil.rmtree(saved.path, ignore_errors=True)
             if not warn:
                 raise
@@ -202,5 +202,5 @@ class Checkpoints:
 def _cause(path: Path) -> Cause:
     try:
         return checkpoint.read(path).cause
-    except checkpoint.Damaged:
+    except checkpoint.DamagedCheckpoint:
         return "time"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.health.restarts import RestartPolicy
 from gkd.cluster.workers.engines import Engines
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
@@ -19,7 +19,7 @@ from gkd.scoring.watch import ScorerWatch
 WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
 
 
-def refusal(engines: Engines, in_turn: bool) -> str | None:
+def find_restart_obstacle(engines: Engines, in_turn: bool) -> str | None:
     """Return why engines are not started again when they die; None: they are. ``in_turn``: others have their GPUs."""
     if in_turn:
         return "where groups have GPUs in turn (cluster.offload) none is started again"
@@ -42,13 +42,13 @@ class RolloutEngines:
         arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
 
-    def start_again(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> StartAgain:
+    def make_restart_policy(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> RestartPolicy:
         """Return how one that died is started again, and reaches the scorers that are there. After the build.
 
         On its GPU its cache has the size of before: what is free there, while others use it, is no measure.
         """
         limit = self.config.cluster.start_timeout_s
-        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, activity="saying how large caches are")
+        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, activity="reporting how large caches are")
 
         def start(engine: int) -> Group:
             worker = self.engines.start_again(self.placement, engine)
@@ -62,9 +62,12 @@ class RolloutEngines:
             worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker
 
-        cluster, obstacle = self.config.cluster, refusal(self.engines, self.config.cluster.offload is True)
+        cluster, obstacle = (
+            self.config.cluster,
+            find_restart_obstacle(self.engines, self.config.cluster.offload is True),
+        )
         within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
-        return StartAgain(cluster.worker_restarts, start, self.placement.session.threads, obstacle, within_s)
+        return RestartPolicy(cluster.worker_restarts, start, self.placement.session.threads, obstacle, within_s)
 
     def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
         inputs, device = self.inputs, group.reports[engine].device

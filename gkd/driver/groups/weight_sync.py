@@ -9,7 +9,7 @@ from typing import Any
 from gkd.actor.group import ActorGroup
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
-from gkd.cluster.workers.failure import WorkerDied, WorkerHangs
+from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.cluster.workers.group import PendingCall, first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
@@ -26,9 +26,9 @@ ANSWERS_S = 5.0
 class WeightSync:
     """Has every engine that is there serve the actor's weights, whole, before it samples again.
 
-    They go in pieces, from the actor's ranks to the engines: one call of the driver to each of them starts it, and two
-    pieces at most are packed and not loaded everywhere (:mod:`gkd.weights.delivery`). An engine that dies is left out,
-    as it is while sampling, and gets them when it is back; only in the middle of a collective transfer's piece the
+    They go in buckets, from the actor's ranks to the engines: one call of the driver to each of them starts it, and two
+    buckets at most are packed and not loaded everywhere (:mod:`gkd.weights.delivery`). An engine that dies is left out,
+    as it is while sampling, and gets them when it is back; only in the middle of a collective transfer's bucket the
     others and the actor cannot be had back, and the run ends.
 
     ``workers`` are the reports of all of the rollout group's workers; ``config.weights.transfer`` is decided.
@@ -95,7 +95,7 @@ class WeightSync:
         return max(0.0, self._end - time.monotonic())
 
     def _send(self, about: str) -> dict[int, Any]:
-        """Have the ranks send and the engines load all pieces; returns the versions that they serve then, by engine."""
+        """Have the ranks send and the engines load all buckets; returns the versions they serve then, by engine."""
         self._number += 1
         limit = self.config.weights.timeout_s * (1 + len(self._engines)) + SLACK_S  # the driver's own comes before
         push = Push(self._number, self.actor.version, limit)
@@ -103,7 +103,7 @@ class WeightSync:
         sending = self.actor.group.submit_each("weights.send", arguments, activity=f"sending {about}")
         if self._transfer.collective:
             receiving = self._submit("weights.receive", push, activity=f"loading {about}")
-            served = self._wait_together([sending, receiving], lambda: f"loading piece {self._piece()} of {about}")[1]
+            served = self._wait_together([sending, receiving], lambda: f"loading bucket {self._bucket()} of {about}")[1]
             return dict(zip(self._engines, served, strict=True))
         versions = self._wait_for(sending, about)
         unheard = [engine for engine in self._engines if engine not in versions]
@@ -112,7 +112,7 @@ class WeightSync:
         return {engine: versions[engine] for engine in self._engines if engine in versions}
 
     def _destinations(self) -> list[list[Destination]]:
-        """Return by rank of the actor which engines that are there receive its pieces."""
+        """Return by rank of the actor which engines that are there receive its buckets."""
         by_rank: list[list[Destination]] = [[] for _ in range(len(self.actor.group))]
         for engine in self._engines:
             packing = self._transfer.packing(self.actor.group.reports, self._gpus[engine])
@@ -121,14 +121,14 @@ class WeightSync:
         return by_rank
 
     def _wait_for(self, sending: PendingCall, about: str) -> dict[int, Any]:
-        """Wait until all pieces are loaded, or their engines lost; those that hang at the deadline are.
+        """Wait until all buckets are loaded, or their engines lost; those that hang at the deadline are.
 
         Returns the versions that engines serve, by engine, by the ranks' count. The push has its time again where
         an engine hung. Raises RunFailed where no engine hangs, but the actor does.
         """
         while True:
             (ranks,) = gather([sending], self._measure_left(), keep_late=True)
-            late = [rank for rank in ranks if isinstance(rank, WorkerHangs)]
+            late = [rank for rank in ranks if isinstance(rank, WorkerHung)]
             if not late:
                 return {engine: version for served in ranks for engine, version in served.items()}
             limit = self.config.weights.timeout_s
@@ -140,21 +140,21 @@ class WeightSync:
             if not hanging:
                 raise RunFailed(str(late[0]))
             self._end = time.monotonic() + limit
-            for engine, piece in hanging.items():
+            for engine, bucket in hanging.items():
                 who = self.rollout.group.reports[engine]
-                text = f"loading piece {piece} of {about}: not done after {limit:g} s, still waiting for {who}"
-                self.rollout.lose(engine, WorkerHangs(text))
+                text = f"loading bucket {bucket} of {about}: not done after {limit:g} s, still waiting for {who}"
+                self.rollout.lose(engine, WorkerHung(text))
 
     def _progress(self) -> dict[int, tuple[int | None, int]]:
-        """Return how many pieces have arrived at each engine, and how many it has loaded; None, 0 without an answer."""
+        """Return how many buckets have arrived at each engine, and how many are loaded; None, 0 without an answer."""
         engines = self._engines
-        asking = self._submit("weights.count_arrived", activity="saying which pieces are loaded")
-        (answers,) = gather([asking], ANSWERS_S, keep_deaths=True, keep_late=True)
+        call = self._submit("weights.count_arrived", activity="reporting which buckets are loaded")
+        (answers,) = gather([call], ANSWERS_S, keep_deaths=True, keep_late=True)
         there = zip(engines, answers, strict=True)
         return {engine: (None, 0) if isinstance(its, WorkerDied) else its for engine, its in there}
 
-    def _piece(self) -> int:
-        """Return the number, from 1, of the piece that the engines are at."""
+    def _bucket(self) -> int:
+        """Return the number, from 1, of the bucket that the engines are at."""
         return max((arrived or 0 for arrived, _ in self._progress().values()), default=0)
 
     def _call_engines(

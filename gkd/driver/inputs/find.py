@@ -80,8 +80,8 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     if config.reward_model.model.path is not None and config.has_reward_model_group:
         scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     if config.algorithm.needs_teacher:
-        for wanted in (required_top_k, top_k_for_validation):
-            wanted(config, models["student"].vocabulary)  # refuses now what the teacher could not give
+        for require_k in (required_top_k, top_k_for_validation):
+            require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
     _require_answers(config, prompts["train"])
     val_sets = _val_sets(config, tokenizer, longest, report)
     end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)

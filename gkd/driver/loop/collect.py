@@ -15,7 +15,7 @@ from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config, Rollout
 from gkd.config.top_k import required_top_k
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.schedule import Ticket, TicketSchedule
 from gkd.types import Prompt, SampleRequest, Sampling, Scoring, TrainingSample, seed_of
 
@@ -56,7 +56,7 @@ class Batches:
     """
 
     def __init__(
-        self, config: Config, prompts: PromptStream, source: SampleSource, vocab_size: int, start: State
+        self, config: Config, prompts: PromptStream, source: SampleSource, vocab_size: int, start: RunState
     ) -> None:
         self.config, self.prompts, self.source = config, prompts, source
         self.schedule = TicketSchedule(
@@ -122,7 +122,7 @@ class Batches:
             n_missing = batch - len(useful)
             if not n_missing or not rounds:
                 return CollectedBatch(
-                    _flatten(spread(useful, spare[:n_missing])), _flatten(spare[n_missing:]), requested
+                    _flatten(interleave(useful, spare[:n_missing])), _flatten(spare[n_missing:]), requested
                 )
             keys = self._submit(self.schedule.replace(step, n_missing))
 
@@ -131,7 +131,7 @@ def _flatten(groups: Sequence[Sequence[Item]]) -> list[Item]:
     return [item for group in groups for item in group]
 
 
-def spread(most: Sequence[Item], others: Sequence[Item]) -> list[Item]:
+def interleave(most: Sequence[Item], others: Sequence[Item]) -> list[Item]:
     """Merge both, each in its order, with ``others`` at even distances, so that every mini-batch has its share."""
     n = len(most) + len(others)
     places = {int((i + 0.5) * n / len(others)) for i in range(len(others))}
@@ -171,13 +171,13 @@ def requests_of(
 
     ``first``: the place in the step of the first of these prompts. The share of them that the data answers instead of
     the student is rounded over the steps together, so that it holds for small batches as well. Those come first; where
-    the batch is cut into mini-batches they are spread, so that every update learns from both kinds.
+    the batch is cut into mini-batches they are interleaved, so that every update learns from both kinds.
     """
     share = len(prompts) * (1.0 if config.algorithm.is_supervised else 1 - config.algorithm.on_policy_share)
     n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
     size = config.actor.mini_batch_size or len(prompts) * config.rollout.n
     by_student, own = [False] * (len(prompts) - n_own), [True] * n_own
-    is_own = spread(by_student, own) if size < len(prompts) * config.rollout.n else own + by_student
+    is_own = interleave(by_student, own) if size < len(prompts) * config.rollout.n else own + by_student
     sampling = sampling_of(config.rollout, step)
     return [
         SampleRequest(

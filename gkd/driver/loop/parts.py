@@ -17,8 +17,8 @@ from gkd.observability.metrics import JsonLines
 from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
+from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.group import RolloutGroup
-from gkd.rollout.own_answers import OwnAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Parts:
     n_gpus: int
     vocab_size: int
     reports: WorkerReports = field(default_factory=WorkerReports)
-    answers: OwnAnswers | None = None
+    answers: DatasetAnswers | None = None
     """What is learned from in place of samples; the engines are then for validation alone."""
 
     def report(self) -> list[WorkerReport]:

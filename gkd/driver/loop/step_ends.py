@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.loop.collect import Batches
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.validation.held_out import RequestedValidation
@@ -60,7 +60,7 @@ class StepEnds:
         if not due and not sets:
             return None
         if parts.answers is not None:  # engines that are given weights for validations alone
-            parts.actor.settle_chunks()  # which a push would wait for
+            parts.actor.wait_for_chunks()  # which a push would wait for
             parts.sync.push()
         began, order = time.time(), step + 1.5  # after what is requested for the next step
         usual = parts.validation.request(order) if due else None
@@ -71,12 +71,12 @@ class StepEnds:
         trainer = self.config.trainer
         return step % trainer.val_every == 0 or step == trainer.total_steps
 
-    def end(self, state: State) -> State:
+    def end(self, state: RunState) -> RunState:
         """Log and save a step, unless its validation is under way: then :meth:`finish` does. Returns its state."""
         self._epoch = self.batches.epoch(state.step)
         return state if self._validating is not None else self._log(state, {})
 
-    def finish(self, state: State) -> State:
+    def finish(self, state: RunState) -> RunState:
         """Wait for the validation of the step of ``state``, if one is under way, then log and save the step."""
         if self._validating is None:
             return state
@@ -87,25 +87,25 @@ class StepEnds:
     def _measure(self, validating: RunningValidation | None) -> dict[str, float]:
         if validating is None:
             return {}
-        of_sets = self.parts.val_sets.measure(validating.sets)
+        set_scores = self.parts.val_sets.measure(validating.sets)
         usual = {} if validating.usual is None else self.parts.validation.measure(validating.usual)
         self.log.timeline.add_validation(validating.step, validating.began, time.time())
-        return measured.keep_finite(usual | of_sets)
+        return measured.keep_finite(usual | set_scores)
 
-    def _log(self, state: State, figures: dict[str, float]) -> State:
+    def _log(self, state: RunState, figures: dict[str, float]) -> RunState:
         """Write the metrics of a step with the ``figures`` of its validation, and begin a checkpoint if it is time."""
         log, step = self.log, state.step
         if log.stop is not None:
-            log.stop.look(step, figures)
+            log.stop.update(step, figures)
         if log.stops_early:  # a run ends with every figure
             figures = figures | self._measure(self._request(step, rest=True))
         validated = {**(self._set_figures(state.validated) if self._is_due(step) else state.validated), **figures}
         row = {**(state.row or {}), **figures}
         log.metrics.write({"step": step, "epoch": self._epoch, **row})
         if log.best is not None:
-            log.best.look(step, row, self.parts.actor)
+            log.best.update(step, row, self.parts.actor)
         log.progress.step(step, row)
-        self._watcher.look(step, row)
+        self._watcher.check(step, row)
         state = replace(state, validated=validated, row=None)
         if step > self.first:
             log.checkpoints.save_if_due(self.parts.actor, state, log.stops_early)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gkd.actor.group import ActorGroup
-from gkd.algorithms.training_samples import settle
+from gkd.algorithms.training_samples import assign_advantages
 from gkd.config import Config
 from gkd.types import TrainingSample
 
@@ -35,7 +35,7 @@ class BatchStream:
             if self._chunk and not self.actor.fits([sample.n_tokens for sample in [*self._chunk, *group]]):
                 whole.append(self._chunk)
                 self._chunk = []
-            self._chunk += settle(self.config, group)
+            self._chunk += assign_advantages(self.config, group)
         self._hand_over(whole)
 
     def _hand_over(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from gkd.algorithms.training_samples import require_rewards, with_advantages
 from gkd.cluster.workers.activity import HERE, record_activity
 from gkd.config import Config
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.loop.collect import Batches, CollectedBatch
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.loop.step_ends import StepEnds
@@ -21,7 +21,7 @@ from gkd.observability.timeline import StepStages
 from gkd.types import TrainingSample
 
 
-def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
+def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunState:
     """Run the steps up to ``trainer.total_steps`` after ``start``, and the validations; returns the state after the
     last one, which ``trainer.stop_early`` may make an earlier one.
 
@@ -41,10 +41,10 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
     if start.row is not None:
         _request(config, batches, ends, start.step)
         start = ends.end(start)
-    end_last: Callable[[], State] = partial(replace, start)  # what is left to do of the step before: nothing
+    end_last: Callable[[], RunState] = partial(replace, start)  # what is left to do of the step before: nothing
     began: float | None = None  # when the step to come was handed out
     for step in range(start.step + 1, last + 1):
-        at = Moments(time.monotonic() if began is None else began)
+        at = StepTimes(time.monotonic() if began is None else began)
         collected, stream, state = _collect(config, parts, batches, step, end_last)
         at.sampled, validates = time.monotonic(), ends.validates
         state = ends.finish(state)
@@ -72,7 +72,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: State) -> State:
 
 
 @dataclass
-class Moments:
+class StepTimes:
     """When a step began and its parts ended, by ``time.monotonic``: its batch was ``sampled``, a validation beside it
     over (``ready``), the actor ``updated``, the engines ``drained`` if they had to be, and all ``done``.
     """
@@ -98,8 +98,8 @@ class Moments:
 
 
 def _collect(
-    config: Config, parts: Parts, batches: Batches, step: int, end_last: Callable[[], State]
-) -> tuple[CollectedBatch, BatchStream, State]:
+    config: Config, parts: Parts, batches: Batches, step: int, end_last: Callable[[], RunState]
+) -> tuple[CollectedBatch, BatchStream, RunState]:
     """Return a step's samples, the stream that the actor has accumulated them from, as far as it could, and the state
     that ``end_last`` returns: it ends the step before, once the actor has what there is of this one.
     """
@@ -120,7 +120,7 @@ def _collect(
     return collected, stream, ended[0]
 
 
-def _push(config: Config, parts: Parts, at: Moments) -> None:
+def _push(config: Config, parts: Parts, at: StepTimes) -> None:
     """Have the engines serve the new weights; what is sampled ahead is drained before, unless these come in flight."""
     if config.schedule.max_staleness > 0 and not config.schedule.in_flight:  # every step is sampled from one version
         parts.rollout.drain(config.rollout.timeout_s)
@@ -172,7 +172,7 @@ def _request(config: Config, batches: Batches, ends: StepEnds, step: int) -> Non
 
 
 @record_activity("log")
-def _log(parts: Parts, log: RunLog, ends: StepEnds, state: State, stages: StepStages) -> State:
+def _log(parts: Parts, log: RunLog, ends: StepEnds, state: RunState, stages: StepStages) -> RunState:
     """Add what the workers report to a step's row, and log and save it unless its validation is under way."""
     reports = parts.report()
     row = {**(state.row or {}), **measured.memory_metrics(reports)}

@@ -33,7 +33,7 @@ class BestModel:
                 f"trainer.keep_best={self.metric}: validation measures {', '.join(measured) or 'nothing'}"
             )
 
-    def look(self, step: int, measured: Mapping[str, float], actor: ActorGroup) -> None:
+    def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup) -> None:
         """Write the student if it is better than before; nothing where the figure was not measured now."""
         value = measured.get(self.metric)
         if value is None or (self.value is not None and not is_better(self.metric, value, self.value)):

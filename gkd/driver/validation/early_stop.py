@@ -33,7 +33,7 @@ class EarlyStop:
                 f"trainer.stop_early.metric={metric}: validation measures {', '.join(measured) or 'nothing'}"
             )
 
-    def look(self, step: int, measured: Mapping[str, float]) -> None:
+    def update(self, step: int, measured: Mapping[str, float]) -> None:
         """Take the figures of a step, in which the one that counts may be."""
         value = measured.get(self.settings.metric or "")
         if value is not None:

@@ -14,11 +14,11 @@ from gkd.config.top_k import top_k_for_validation
 from gkd.driver.inputs.find import Inputs
 from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
-from gkd.inference.requests import Generate
+from gkd.inference.requests import GenerateRequest
 from gkd.rewards.accuracy import any_agreement
-from gkd.rollout.engine_group import LOOK_EVERY_S
+from gkd.rollout.dataset_answers import DatasetAnswers
+from gkd.rollout.engine_group import POLL_EVERY_S
 from gkd.rollout.group import RolloutGroup
-from gkd.rollout.own_answers import OwnAnswers
 from gkd.scoring.client import ScoringClient
 from gkd.types import Int32, Prompt, SampleRequest, Sampling, Scoring, TrainingSample, teacher_of
 
@@ -50,7 +50,7 @@ class Validation:
         rollout: RolloutGroup,
         actor: ActorGroup,
         teachers: Mapping[str, ScoringClient],
-        answers: OwnAnswers | None = None,
+        answers: DatasetAnswers | None = None,
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, inputs.val.prompts, inputs.tokenizer
         self.rollout, self.actor, self.teachers, self.answers = rollout, actor, teachers, answers
@@ -83,7 +83,7 @@ class Validation:
         limit, metrics = self.config.rollout.timeout_s, dict[str, float]()
         # All of them first: engines that share the actor's GPUs sleep while it computes.
         drawn, greedy = (self.rollout.collect(keys, limit) for keys in (requested.drawn, requested.greedy))
-        if self.answers is not None and (own := self.answers.of_prompts(self.prompts)):
+        if self.answers is not None and (own := self.answers.make_samples(self.prompts)):
             metrics["val/loss"] = self.actor.cross_entropy(own)
         if drawn:
             metrics["val/reverse_kl"] = self.actor.evaluate(drawn)["distill/reverse_kl"]
@@ -127,11 +127,11 @@ class Validation:
             return {}
         self.rollout.colocation.wake_engines()
         length = self.config.rollout.max_response_length
-        futures = [self.teachers[teacher_of(p)].submit(Generate(p.teacher_prompt_ids, length)) for p in prompts]
+        futures = [self.teachers[teacher_of(p)].submit(GenerateRequest(p.teacher_prompt_ids, length)) for p in prompts]
         limit = self.config.rollout.timeout_s
         late, deadline = set(futures), time.monotonic() + limit
         while late and time.monotonic() < deadline:
-            _, late = wait(late, LOOK_EVERY_S)
+            _, late = wait(late, POLL_EVERY_S)
             self.rollout.attend(wait_s=0.0)  # a replica that dies meanwhile is started again
         if late:
             raise RunFailed(

@@ -96,10 +96,10 @@ const Samples = (() => {
   const draw = (parent, runs, vocabulary) => {
     texts = vocabulary;
     const all = runs.flatMap(run => run.samples.map(sample => {
-      const marks = Object.values(sample.rewards || {}).filter(value => typeof value === 'number');
+      const rewards = Object.values(sample.rewards || {}).filter(value => typeof value === 'number');
       return {
         ...sample, run: runs.length > 1 ? run.name : null,
-        reward: marks.length ? marks.reduce((sum, value) => sum + value, 0) : null,
+        reward: rewards.length ? rewards.reduce((sum, value) => sum + value, 0) : null,
         gap: sample.teacher_logprob_mean !== undefined && sample.logprob_mean !== undefined
           ? sample.teacher_logprob_mean - sample.logprob_mean : null,
       };

@@ -31,7 +31,7 @@ OF_THE_RUN = (
     "trainer.run_name",
     "trainer.run_group",
     "data.cache_dir",
-    "reward.of_sets",
+    "reward.set_functions",
 )
 """Settings that state what a run is called and where it is, and what is filled in."""
 

@@ -290,7 +290,7 @@ def require_memory(
 
 
 def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
-    """Return whether actor and engines on its GPUs take turns in memory; arguments of :func:`require_memory`."""
+    """Return whether actor and engines on its GPUs are offloaded in turn; arguments of :func:`require_memory`."""
     return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
 
 

@@ -125,7 +125,7 @@ def _idle_nodes(n_gpus: int, per_node: int) -> list[Node]:
     return idle_nodes([per_node] * whole + [rest] * (rest > 0))
 
 
-def _forms(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
+def _list_shapes(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
     """Yield GPUs a node and nodes: within one node, whole nodes, a slice of every node of a cluster of ``n_gpus``.
 
     Only those that engines of ``tp`` GPUs fill, each within a node or on whole ones.
@@ -151,7 +151,7 @@ def _list_sizes(layout: Layout, section: str, most: int, n_gpus: int, factors: F
         widths = (pool.tensor_parallel_size, *WIDTHS, *wider)
         tp = next((width for width in widths if _engine_fits(layout, section, pool, width)), 0)
     sizes = []
-    for n, nnodes in _forms(most, n_gpus, a_node, tp) if tp else ():
+    for n, nnodes in _list_shapes(most, n_gpus, a_node, tp) if tp else ():
         width = {"tensor_parallel_size": tp} if isinstance(pool, Engine) else {}
         tried = pool.model_copy(update={"n_gpus_per_node": n, "nnodes": nnodes, **width})
         if section == "teacher" and n * nnodes // tp < len(layout.config.teacher.models):

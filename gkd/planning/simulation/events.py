@@ -127,11 +127,11 @@ class _Simulation:
             return
         self.driver.busy += 1
 
-        def happen() -> None:
+        def run_action() -> None:
             self.driver.busy -= 1
             action()
 
-        self._run_after(self.driver, seconds, happen)
+        self._run_after(self.driver, seconds, run_action)
 
     # Requests and engines
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.cluster.health.fleet import NEXT, PRESENT, WORKING, Fleet, Health, HealthEvent
-from gkd.cluster.health.restarts import Restarts, StartAgain
-from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.health.restarts import RestartPolicy, Restarts
+from gkd.cluster.workers.failure import NodeLost
 from gkd.errors import RunFailed
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 H, C = Health, HealthEvent
 ALLOWED = {
@@ -68,7 +68,7 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
             raise OSError("no room")
         return f"worker {len(attempts)}"
 
-    restarts = Restarts(fleet, "rollout", StartAgain(2, start, threads))  # type: ignore[arg-type]
+    restarts = Restarts(fleet, "rollout", RestartPolicy(2, start, threads))  # type: ignore[arg-type]
 
     def take() -> dict[int, object]:
         for thread in threads:
@@ -100,13 +100,13 @@ def test_a_start_that_takes_too_long_is_named_once(caplog: pytest.LogCaptureFixt
         return "worker"
 
     threads: list[threading.Thread] = []
-    restarts = Restarts(fleet, "rollout", StartAgain(3, start, threads, within_s=0.2))  # type: ignore[arg-type]
+    restarts = Restarts(fleet, "rollout", RestartPolicy(3, start, threads, within_s=0.2))  # type: ignore[arg-type]
     restarts.lose(1)
     assert restarts.take() == {} and not caplog.messages
     time.sleep(0.3)
     assert restarts.take() == restarts.take() == {}
     (text,) = caplog.messages
-    assert tells(text, "rollout 1", "0.2 s")
+    assert contains_in_order(text, "rollout 1", "0.2 s")
     go.set()
     threads[0].join(10)
     assert restarts.take() == {1: "worker"}
@@ -120,7 +120,7 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
         raise RunFailed("a node left")
 
     threads: list[object] = []
-    restarts = Restarts(fleet, "rollout", StartAgain(1, start, threads))  # type: ignore[arg-type]
+    restarts = Restarts(fleet, "rollout", RestartPolicy(1, start, threads))  # type: ignore[arg-type]
     restarts.lose(0)
     threads[0].join(10)  # type: ignore[attr-defined]
     with pytest.raises(RunFailed, match=r"\brollout 0 .*: .*node left$"):
@@ -130,9 +130,9 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
     fleet.add("reference", 2)
 
     def on_a_node_that_left(member: int) -> object:
-        raise NodeLeft("workers could not be started again: a node left")
+        raise NodeLost("workers could not be started again: a node left")
 
-    restarts = Restarts(fleet, "reference", StartAgain(3, on_a_node_that_left, threads))  # type: ignore[arg-type]
+    restarts = Restarts(fleet, "reference", RestartPolicy(3, on_a_node_that_left, threads))  # type: ignore[arg-type]
     restarts.lose(1)
     threads[-1].join(10)  # type: ignore[attr-defined]
     assert restarts.take() == {}
@@ -140,7 +140,7 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
     assert not restarts.is_lost
 
     fleet.add("teacher", 2)
-    refused = Restarts(fleet, "teacher", StartAgain(3, start, [], "an obstacle"))  # type: ignore[arg-type]
+    refused = Restarts(fleet, "teacher", RestartPolicy(3, start, [], "an obstacle"))  # type: ignore[arg-type]
     assert refused.lose(0).endswith(": an obstacle")
     assert not refused.is_lost
     assert ":" not in Restarts(fleet, "teacher").lose(1)  # nothing is the reason: none was to be started

@@ -13,7 +13,7 @@ from gkd.cluster.layout.nodes import GroupRequest, Node, choose_devices, group_r
 from gkd.config import GROUP_OF
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 
 def node(name, n_gpus, cpus=64.0):
@@ -62,11 +62,11 @@ def fits_by_brute_force(requests, nodes, cpus=0.0):
     where = [itertools.permutations if a.by_node else itertools.combinations for a in requests]
     choices = [ways(range(len(nodes)), a.nnodes) for a, ways in zip(requests, where, strict=True)]
     for choice in itertools.product(*choices):
-        wanted = [
+        requested = [
             zip(where, a.by_node or [a.gpus] * a.nnodes, strict=True) for a, where in zip(requests, choice, strict=True)
         ]
         on_node = [[] for _ in nodes]
-        for a, places in zip(requests, wanted, strict=True):
+        for a, places in zip(requests, requested, strict=True):
             for position, gpus in places:
                 on_node[position].append((a.n_gpus, gpus))
         if all(_node_holds(one, here, cpus) for one, here in zip(nodes, on_node, strict=True)):
@@ -74,8 +74,8 @@ def fits_by_brute_force(requests, nodes, cpus=0.0):
     return False
 
 
-def _node_holds(one, wanted, cpus):
-    named, n = [gpu for _, gpus in wanted for gpu in gpus or ()], sum(n for n, _ in wanted)
+def _node_holds(one, requested, cpus):
+    named, n = [gpu for _, gpus in requested for gpu in gpus or ()], sum(n for n, _ in requested)
     has_room = n <= one.free_gpus and n * cpus <= one.free_cpus
     return has_room and len(set(named)) == len(named) and set(named) <= set(one.gpus)
 
@@ -153,18 +153,18 @@ def test_groups_may_name_the_same_gpus_of_different_nodes():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sizes"),
+    ("requested", "sizes"),
     [(pool("rollout", 2, 3), [2, 4, 2]), (pool("rollout", 2, 2, by_node=((6, 7), (0, 1))), [2, 8])],
 )
-def test_ranks_go_by_node_also_where_nodes_differ(wanted, sizes):
+def test_ranks_go_by_node_also_where_nodes_differ(requested, sizes):
     nodes = [node("abc"[i], n) for i, n in enumerate(sizes)]
-    assert [slot.node_id for slot in solve([wanted], nodes, 1.0)] == [n.id for n in nodes]
+    assert [slot.node_id for slot in solve([requested], nodes, 1.0)] == [n.id for n in nodes]
 
 
 def test_a_held_device_is_named():
     slots = solve([pool("actor", 2, gpus=(0, 3))], [node("a", 8)], 1.0)
     found = choose_devices(slots, {"a": [1, 2, 3]})
-    assert isinstance(found, str) and tells(found, "GPU 0", "actor")
+    assert isinstance(found, str) and contains_in_order(found, "GPU 0", "actor")
 
 
 def test_a_large_group_that_only_fits_the_second_node_is_found_there():

@@ -11,7 +11,7 @@ import pytest
 from gkd.cluster.session import control_service
 from gkd.cluster.session.control_service import ControlService, finish_s
 from gkd.cluster.workers import group
-from gkd.cluster.workers.group import Group, PendingCall, gather, settle
+from gkd.cluster.workers.group import Group, PendingCall, gather, wait
 from gkd.errors import ControlLost, RunFailed, catch_errors
 from tests.cluster.layout.test_assignment import report
 from tests.ray.cluster.conftest import eventually
@@ -80,7 +80,7 @@ class Lost:
     require_time = require
 
 
-@pytest.mark.parametrize("wait", [lambda call: gather([call], 600.0), lambda call: settle(call, 600.0)])
+@pytest.mark.parametrize("wait", [lambda call: gather([call], 600.0), lambda call: wait(call, 600.0)])
 def test_every_wait_for_workers_looks_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, wait: object) -> None:
     """Workers that never answer."""
     monkeypatch.setattr(group.ray, "wait", lambda refs, **_: ([], refs))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gkd.cluster.workers.failure import WorkerDied, WorkerHangs
+from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.driver.checkpoints.restart import COUNT, begin_again, may_begin_again, restarts, start_over
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     ("failure", "private", "again"),
     [
         (WorkerDied("actor"), False, True),
-        (WorkerHangs("engine"), True, True),
+        (WorkerHung("engine"), True, True),
         (ControlLost("gone"), True, True),
         (ControlLost("gone"), False, False),  # the cluster's head: there is nothing to go on with
         (RunFailed("a loss that is no number"), True, False),

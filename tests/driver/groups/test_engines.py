@@ -36,8 +36,8 @@ def test_an_engine_that_is_started_again_has_the_cache_of_before(
     scorers: Any = SimpleNamespace(absent_replicas=lambda: [])
     monkeypatch.setattr(gkd.driver.groups.engines, "gather", lambda *_: None)
     monkeypatch.setattr(RolloutEngines, "_environment", {})
-    again = RolloutEngines(load({}), inputs, placement, engines).start_again({}, scorers)
-    again.start(1)
+    policy = RolloutEngines(load({}), inputs, placement, engines).make_restart_policy({}, scorers)
+    policy.start(1)
     assert [spec.cache_bytes for spec in built] == [size]
 
 

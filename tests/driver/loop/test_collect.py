@@ -12,7 +12,7 @@ import pytest
 from gkd.algorithms.training_samples import require_rewards
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.loop.collect import Batches, requests_of, scoring_of
 from gkd.driver.loop.train import train
 from gkd.errors import ConfigError, RunFailed
@@ -58,7 +58,7 @@ def grpo(rounds: int) -> Config:
 def collected(config: Config, engines: Engines) -> list[int]:
     """Prompts of a step's batch, after checking that samples of one prompt are neighbours."""
     rollout: Any = engines
-    batches = Batches(config, PromptStream(PROMPTS, seed=0), rollout, 50, State(step=2))
+    batches = Batches(config, PromptStream(PROMPTS, seed=0), rollout, 50, RunState(step=2))
     batches.dispatch(version=2)
     collected = batches.collect(step=3)
     require_rewards(config, collected.all_samples)
@@ -106,14 +106,14 @@ def test_which_scorers_a_sample_goes_to() -> None:
 def test_a_share_of_the_prompts_is_answered_by_the_data(share: float, own: int) -> None:
     config = load({"algorithm": {"on_policy_share": share}})
     requests = requests_of(config, PROMPTS[:8], Scoring(), step=1)
-    assert sum(request.own_answer for request in requests) == own
+    assert sum(request.from_dataset for request in requests) == own
 
 
 @pytest.mark.parametrize(("mini_batch_size", "mixed"), [(4, True), (16, False), (None, False)])
 def test_every_mini_batch_has_its_share_of_the_datas_answers(mini_batch_size: int | None, mixed: bool) -> None:
     algorithm, actor = {"on_policy_share": 0.5}, {"mini_batch_size": mini_batch_size}
     config = load({"algorithm": algorithm, "rollout": {"n": 2}, "actor": actor})
-    own = [request.own_answer for request in requests_of(config, PROMPTS[:8], Scoring(), step=1)]
+    own = [request.from_dataset for request in requests_of(config, PROMPTS[:8], Scoring(), step=1)]
     assert sum(own) == 8
     assert [sum(own[i : i + 4]) for i in range(0, 16, 4)] == ([2, 2, 2, 2] if mixed else [4, 4, 0, 0])
 
@@ -124,7 +124,7 @@ def test_the_share_holds_over_the_run_at_any_batch_size(size: int, share: float)
     config = load({"algorithm": {"on_policy_share": share}, "rollout": {"n": 2}})
 
     def own(step: int) -> int:
-        return sum(request.own_answer for request in requests_of(config, PROMPTS[:size], Scoring(), step)) // 2
+        return sum(request.from_dataset for request in requests_of(config, PROMPTS[:size], Scoring(), step)) // 2
 
     found = 0
     for step in range(1, 101):
@@ -186,7 +186,7 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -
         stops_early=False, samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples)))
     )
     with pytest.raises(RunFailed, match="reward accuracy"):
-        train(grpo(rounds), parts, log, State())
+        train(grpo(rounds), parts, log, RunState())
     assert written == [8]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.algorithms.advantages import AdvantageEstimator
-from gkd.algorithms.training_samples import settle
+from gkd.algorithms.training_samples import assign_advantages
 from gkd.config import Config, load
 from gkd.driver.loop.streaming import BatchStream
 from gkd.errors import ConfigError
@@ -52,7 +52,7 @@ def streamed(config: Config, batch: Sequence[TrainingSample], cuts: Sequence[int
     stream = BatchStream(config, actor)
     for start, stop in zip([0, *cuts], [*cuts, len(batch)], strict=True):
         stream.feed(batch[start:stop])
-    stream.update(settle(config, batch), 3)
+    stream.update(assign_advantages(config, batch), 3)
     return actor
 
 
@@ -61,7 +61,7 @@ def test_chunks_depend_on_the_samples_and_not_on_when_they_come(lengths: list[in
     config, batch = grpo(1), batch_of(lengths)
     at_once, actor = streamed(config, batch, []), streamed(config, batch, cuts)
     assert actor.chunks == at_once.chunks and actor.updated == at_once.updated
-    settled = settle(config, batch)
+    settled = assign_advantages(config, batch)
     if actor.chunks:
         assert [sample for chunk in actor.chunks for sample in chunk] == settled  # advantages of whole groups
         assert actor.updated == [3] and len(actor.chunks) > 1

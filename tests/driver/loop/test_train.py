@@ -20,7 +20,7 @@ from gkd.cluster.workers.activity import HERE
 from gkd.config import Config, load
 from gkd.config.validating import StopEarly
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import actors_time, train
@@ -108,7 +108,7 @@ class Played:
     def drain(self, timeout_s: float) -> None:
         self.note("drain")
 
-    def settle_chunks(self) -> None:
+    def wait_for_chunks(self) -> None:
         assert self.supervised  # before engines get weights for validations alone
 
     def attend(self, calls: Sequence[Any]) -> None:
@@ -146,7 +146,7 @@ class Played:
     def rows(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
 
-    def run(self, start: State, stop_early: dict[str, Any] | None = None) -> dict[str, float]:
+    def run(self, start: RunState, stop_early: dict[str, Any] | None = None) -> dict[str, float]:
         config = three_steps(self.max_staleness)
         cluster = config.cluster.model_copy(update={"offload": self.offload})
         config = config.model_copy(update={"cluster": cluster})
@@ -177,7 +177,7 @@ class Played:
 
 def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_path: Path) -> None:
     run = Played(tmp_path, sets_at=(1, 2))
-    assert run.run(State()) == pytest.approx({"val/hard/accuracy": 0.02, "val/accuracy": 0.3})
+    assert run.run(RunState()) == pytest.approx({"val/hard/accuracy": 0.02, "val/accuracy": 0.3})
     assert [row.get("val/hard/accuracy") for row in run.rows()] == [0.01, 0.02, None]
 
 
@@ -185,18 +185,18 @@ def test_a_run_that_does_not_get_better_ends_with_every_figure_and_goes_on_to_no
     stop = {"metric": "val/hard/accuracy", "patience": 1, "min_delta": 0.01}
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/hard/accuracy": 0.0}\n')
     run = Played(tmp_path, sets_at=(1,))
-    assert run.run(State(), stop) == pytest.approx({"val/hard/accuracy": 0.01, "val/accuracy": 0.1})
+    assert run.run(RunState(), stop) == pytest.approx({"val/hard/accuracy": 0.01, "val/accuracy": 0.1})
     assert [row["step"] for row in run.rows()] == [0, 1]
     again = Played(tmp_path, step=1)
-    again.run(State(step=1), stop)
+    again.run(RunState(step=1), stop)
     assert [call for call, _ in again.calls] == []
-    again.run(State(step=1), {**stop, "patience": 2})  # longer patience goes on
+    again.run(RunState(step=1), {**stop, "patience": 2})  # longer patience goes on
     assert [row["step"] for row in run.rows()] == [0, 1, 2, 3]
 
 
 def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path) -> None:
     run = Played(tmp_path)
-    assert run.run(State()) == pytest.approx({"val/accuracy": 0.3})  # the last validation
+    assert run.run(RunState()) == pytest.approx({"val/accuracy": 0.3})  # the last validation
     then = ("update", "log samples", "push")
     assert run.calls == [
         ("sample", 1), ("collect", 1), *((call, 1) for call in then), ("sample", 2), ("show", 1),
@@ -211,7 +211,7 @@ def test_weights_are_pushed_before_a_step_is_validated_and_logged(tmp_path: Path
 def test_the_timeline_has_what_the_driver_itself_does(tmp_path: Path) -> None:
     """A plan takes its times from these; the last step's log is not in the file any more."""
     HERE.take()
-    Played(tmp_path).run(State())
+    Played(tmp_path).run(RunState())
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     (lane,) = (event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"] == "driver 0")
     own = [(event["name"], event["args"]["step"]) for event in events if event["ph"] == "X" and event["pid"] == lane]
@@ -222,7 +222,7 @@ def test_the_timeline_has_what_the_driver_itself_does(tmp_path: Path) -> None:
 
 def test_engines_that_only_validate_get_weights_for_that_alone(tmp_path: Path) -> None:
     run = Played(tmp_path, supervised=True, sets_at=(2,))
-    run.run(State())
+    run.run(RunState())
     assert [call for call in run.calls if call[0] in ("update", "push", "validate")] == [
         ("update", 1), ("update", 2), ("push", 2), ("update", 3), ("push", 3), ("validate", 3),
     ]  # fmt: skip
@@ -232,13 +232,13 @@ def test_engines_that_only_validate_get_weights_for_that_alone(tmp_path: Path) -
 def test_the_arrays_of_a_batch_are_let_go_of_with_its_update(tmp_path: Path) -> None:
     """Otherwise the targets of two steps are in the object store while the second one is sampled."""
     run = Played(tmp_path)
-    run.run(State())
+    run.run(RunState())
     assert len(run.arrays) == 3 * 8 and run.held_at_push == [0, 0, 0]
 
 
 def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
     run = Played(tmp_path)
-    run.run(State())
+    run.run(RunState())
     rows = run.rows()
     assert [(row["step"], row["actor/loss"]) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert [row["epoch"] for row in rows] == pytest.approx([0.04, 0.08, 0.12])  # of 100 prompts, 4 a step
@@ -257,7 +257,7 @@ def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between
     max_staleness: int, first: list[int], then: list[list[int]], tmp_path: Path
 ) -> None:
     run = Played(tmp_path, max_staleness=max_staleness)
-    run.run(State())
+    run.run(RunState())
     order = [call for call in run.calls if call[0] in ("sample", "update", "drain", "push")]
     expected = [("sample", step) for step in first]
     for step, further in enumerate([*then, []], 1):  # everything requested is sampled before weights change
@@ -292,7 +292,7 @@ def test_a_step_is_sampled_while_the_one_before_is_validated_and_logged_unless_t
     def handed_out_before_logging(**settings: Any) -> list[int]:
         run = Played(tmp_path / str(len(list(tmp_path.iterdir()))), **settings)
         run.output.mkdir()
-        run.run(State())
+        run.run(RunState())
         return [step for step in (2, 3) if run.calls.index(("sample", step)) < run.calls.index(("show", step - 1))]
 
     assert handed_out_before_logging() == [2, 3]  # step 2 is validated
@@ -301,7 +301,7 @@ def test_a_step_is_sampled_while_the_one_before_is_validated_and_logged_unless_t
 
 def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(tmp_path: Path) -> None:
     run = Played(tmp_path, logging_s=0.2)
-    run.run(State())
+    run.run(RunState())
     first, second, third = (row["timing_s/step"] for row in run.rows())
     assert second > 0.2 < third and first < 0.2
     waited = [row.get("timing_s/validation") for row in run.rows()]
@@ -310,7 +310,7 @@ def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(
 
 def test_the_actor_has_what_there_is_of_a_step_before_the_one_before_is_logged(tmp_path: Path) -> None:
     run = Played(tmp_path, max_staleness=1, most=4)
-    run.run(State())
+    run.run(RunState())
     order = [call for call in run.calls if call[0] in ("accumulate", "update", "push", "show")]
     assert order == [
         ("accumulate", 1), ("accumulate", 1), ("update", 1), ("push", 1),
@@ -321,7 +321,7 @@ def test_the_actor_has_what_there_is_of_a_step_before_the_one_before_is_logged(t
 
 def test_a_validation_goes_ahead_of_what_is_sampled_for_steps_after_the_next(tmp_path: Path) -> None:
     run = Played(tmp_path, max_staleness=1, sets_at=(1,))
-    run.run(State())
+    run.run(RunState())
     order = [call for call in run.calls if call[0] in ("sample", "request", "validate", "push")]
     assert order == [
         ("sample", 1), ("sample", 2), ("push", 1), ("request", 1), ("sample", 3), ("push", 2), ("request", 2),
@@ -333,7 +333,7 @@ def test_what_keeps_or_ends_a_run_sees_the_weights_that_were_measured(tmp_path: 
     """A run that does not get better ends with its last validated step, though the next one is sampled."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/accuracy": 0.9}\n')
     run = Played(tmp_path)
-    run.run(State(), {"metric": "val/accuracy", "patience": 1})
+    run.run(RunState(), {"metric": "val/accuracy", "patience": 1})
     assert [row["step"] for row in run.rows()] == [0, 1, 2]
     assert ("collect", 3) in run.calls and ("update", 3) not in run.calls and run.version == 2
 
@@ -342,7 +342,7 @@ def test_what_keeps_or_ends_a_run_sees_the_weights_that_were_measured(tmp_path: 
 def test_a_step_that_fails_is_not_logged(call: str, tmp_path: Path) -> None:
     run = Played(tmp_path, fails=(call, 2))
     with pytest.raises(RunFailed, match=f"{call} failed"):
-        run.run(State())
+        run.run(RunState())
     assert [row["step"] for row in run.rows()] == [1]
     assert run.calls[-1] == (call, 2)
     assert ("update", 3) not in run.calls
@@ -350,7 +350,7 @@ def test_a_step_that_fails_is_not_logged(call: str, tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_logs_first_what_was_trained_and_not_logged(tmp_path: Path) -> None:
     run = Played(tmp_path, step=2, version=2)
-    run.run(State(step=2, row={"actor/loss": 7.0}))
+    run.run(RunState(step=2, row={"actor/loss": 7.0}))
     assert run.calls[:5] == [("sample", 3), ("request", 2), ("collect", 3), ("validate", 2), ("show", 2)]
     first, last = run.rows()
     assert (first["step"], first["actor/loss"], first["val/accuracy"]) == (2, 7.0, pytest.approx(0.2))

@@ -27,7 +27,7 @@ def looked(best: BestModel, actor: Any, values: list[float | None], first: int =
     kept = []
     for step, value in enumerate(values, start=first):
         before = actor.n
-        best.look(step, {} if value is None else {best.metric: value}, actor)
+        best.update(step, {} if value is None else {best.metric: value}, actor)
         kept += [step] if actor.n > before else []
     return kept
 

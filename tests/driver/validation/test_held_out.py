@@ -146,7 +146,7 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
 
 def test_replicas_are_watched_while_the_teacher_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only one, which dies meanwhile, answers once the watch has had it started again."""
-    monkeypatch.setattr("gkd.driver.validation.held_out.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("gkd.driver.validation.held_out.POLL_EVERY_S", 0.05)
     answer: Future[Any] = Future()
     attended: list[float] = []
 

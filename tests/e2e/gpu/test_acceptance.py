@@ -13,8 +13,8 @@ import pytest
 
 from gkd.cli.doctor.devices import Gpus
 from gkd.config.compose import compose
-from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, State, write
-from gkd.durable import Sum
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
+from gkd.durable import Checksum
 from gkd.errors import ConfigError
 from tests.gpu import acceptance
 from tests.gpu.acceptance import Outcome
@@ -191,8 +191,8 @@ class Recorded:
             (output / directory).mkdir(parents=True)
         rank = output / "checkpoints" / "step_4" / "actor" / "rank_0.safetensors"
         rank.write_bytes(self.weights)
-        files = {"actor/rank_0.safetensors": Sum(7, hashlib.sha256(b"weights").hexdigest())}
-        write(SavedCheckpoint(rank.parents[1], "step", State(4), {}, "", "bfloat16", {}, files))
+        files = {"actor/rank_0.safetensors": Checksum(7, hashlib.sha256(b"weights").hexdigest())}
+        write(SavedCheckpoint(rank.parents[1], "step", RunState(4), {}, "", "bfloat16", {}, files))
         steps = [{"step": i, "distill/loss": 2 - i / 10, "mismatch/kl": self.mismatch, "timing_s/step": 2.5,
                   "staleness/max": float(config.schedule.max_staleness), "actor/grad_norm": self.grad_norm,
                   **{f"timing_s/{stage}": 0.5 for stage in ("generate", "score", "update", "sync")},

@@ -13,8 +13,8 @@ import pytest
 from gkd.cli.launch.node import main
 from gkd.cluster.session import local
 from gkd.cluster.session.local import LocalNode
+from tests.error_text import contains_in_order
 from tests.messages import NODE, entries, names_what_is_wrong, overrides
-from tests.told import tells
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
         assert not node.is_alive
         assert node.processes() == [agent.pid]
         assert main(["stop"]) == 0
-        assert tells(capsys.readouterr().out, "head", "127.0.0.1:6379")
+        assert contains_in_order(capsys.readouterr().out, "head", "127.0.0.1:6379")
         assert agent.wait(timeout=60) < 0
         assert run.poll() is None
         assert main(["stop"]) == 0

@@ -75,7 +75,7 @@ def marked(directory: Path) -> list[int]:
     It is in the environment of everything they start, where a process has not written over that, as Ray's agents do:
     these hold logs below it open.
     """
-    wanted = f"GKD_RAY_DIR={directory}".encode()
+    variable = f"GKD_RAY_DIR={directory}".encode()
     found = reaper.processes_of(str(directory))
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -83,7 +83,7 @@ def marked(directory: Path) -> list[int]:
                 variables = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if wanted in variables:
+            if variable in variables:
                 found.append(int(entry.name))
     return found
 

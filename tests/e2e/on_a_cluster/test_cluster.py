@@ -12,8 +12,8 @@ import psutil
 
 from tests.e2e.conftest import PAUSE
 from tests.e2e.on_a_cluster.conftest import HEAD_GPUS, WORKER_GPUS, ClusterHere
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
-from tests.told import tells
 
 USERS = """
 import os, pathlib
@@ -105,7 +105,7 @@ def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: P
     [name] = re.findall(r"^(grpo-\S+): FAILED with exit code 2$", done.stderr, re.M)
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stderr) == (0, "")
-    assert tells(stopped.stdout, name, "FAILED", "exit code 2")
+    assert contains_in_order(stopped.stdout, name, "FAILED", "exit code 2")
 
 
 def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_port_that_is_taken_is_named(cluster: ClusterHere, tmp_path: Path) -> 
         "env", "GKD_RAY_DIR=/tmp/gkd-t-none", "./launch/ray_cluster.sh", "head", "--port", str(cluster.port)
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert tells(done.stderr, f"error: port {cluster.port} ", "--port")
+    assert contains_in_order(done.stderr, f"error: port {cluster.port} ", "--port")
     Path("/tmp/gkd-t-none").rmdir()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gkd.inference.requests import ScorerUnavailable
 from tests.scoring.conftest import a_score
-from tests.scoring.test_bounds import wait_for
+from tests.scoring.test_client_limits import wait_for
 from tests.scoring.test_failover import Connect, Serve, Spawn, all_right
 
 

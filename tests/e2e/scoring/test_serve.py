@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gkd.cli.serve_teacher import compose_server
+from tests.error_text import contains_in_order
 from tests.scoring.conftest import ROOT
-from tests.told import tells
 
 
 def serve(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
@@ -33,7 +33,7 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     slow = "teacher.engine=vllm"  # the other one has loaded this model within a second
     process = serve(f"teacher.model.path={model}", f"teacher.server_port={free_port()}", slow)
     assert process.stderr is not None
-    assert tells(process.stderr.readline(), "teacher", model)
+    assert contains_in_order(process.stderr.readline(), "teacher", model)
     time.sleep(1.0)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -71,7 +71,7 @@ def test_ctrl_c_that_a_library_swallows_while_the_model_loads(model: Path, tmp_p
         (["teacher.server_port=1"], "teacher.model.path is missing"),
         (["teacher.modle.path=x"], "unknown setting teacher.modle.path (did you mean teacher.model.path?)"),
         (["teacher.model.path=x", "teacher.server_ip=0.0.0.0"], "0.0.0.0 is not loopback and has no key"),
-        (["teacher.model.path=x", "teacher.n_gpus_per_node=2"], "2 are asked for: start one server for each"),
+        (["teacher.model.path=x", "teacher.n_gpus_per_node=2"], "2 are requested: start one server for each"),
         (["teacher.model.path=x", "teacher.server_port=IN_USE"], "cannot listen on tcp://127.0.0.1:IN_USE: Address"),
     ],
 )

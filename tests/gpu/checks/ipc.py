@@ -14,7 +14,7 @@ from torch import multiprocessing
 from gkd.config import Weights
 from gkd.weights.ipc import IpcReceiver
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.gpu.checks.context import Context, require
 
 TENSORS, ROWS, COLUMNS = 25, 8192, 4096  # 64 MiB each in bfloat16, 1.6 GiB in all
@@ -63,31 +63,31 @@ def _push(publisher: Publisher, version: int, there: Connection) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     for number in itertools.count():
-        piece = publisher.pack(version, number, packs=True)
-        there.send(piece)
-        require(there.poll(LIMIT_S), f"{piece} did not arrive within {LIMIT_S:g} s")
+        bucket = publisher.pack(version, number, packs=True)
+        there.send(bucket)
+        require(there.poll(LIMIT_S), f"{bucket} did not arrive within {LIMIT_S:g} s")
         answer = there.recv()
-        require(answer == piece.number, f"{piece}: {answer}")
-        if piece.last:
+        require(answer == bucket.number, f"{bucket}: {answer}")
+        if bucket.last:
             break
     publisher.sender.release()
     return time.perf_counter() - began
 
 
 def _receive(there: Connection) -> None:
-    """In another process on the same GPU: take pieces until there are no more."""
+    """In another process on the same GPU: take buckets until there are no more."""
     receiver = IpcReceiver(Weights(transfer="ipc"), torch.device("cuda:0"))
-    while (piece := there.recv()) is not None:
-        there.send(_answer(piece, receiver))
+    while (bucket := there.recv()) is not None:
+        there.send(_answer(bucket, receiver))
 
 
-def _answer(piece: Piece, receiver: IpcReceiver) -> Any:
-    """The piece's number where it is what it should be, else what is wrong."""
+def _answer(bucket: Bucket, receiver: IpcReceiver) -> Any:
+    """The bucket's number where it is what it should be, else what is wrong."""
     try:
-        first = receiver.receive(piece).get("0.weight")
-        if first is None or bool((first == piece.version).all()):
-            return piece.number
-        return f"holds {float(first.flatten()[0])}, not version {piece.version}"
+        first = receiver.receive(bucket).get("0.weight")
+        if first is None or bool((first == bucket.version).all()):
+            return bucket.number
+        return f"holds {float(first.flatten()[0])}, not version {bucket.version}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -98,7 +98,7 @@ def _free_gib() -> float:
 
 
 def _copy_s(tensors: dict[str, torch.Tensor]) -> float:
-    """Seconds of a copy of all tensors within the GPU, in pieces as they travel, allocation included."""
+    """Seconds of a copy of all tensors within the GPU, in buckets as they travel, allocation included."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for tensor in tensors.values():

@@ -54,14 +54,14 @@ def update_again(context: Context) -> None:
 @contextmanager
 def _actor(path: str, budget: int) -> Iterator[ActorGroup]:
     """An actor alone, placed and loaded as a run has it, with micro-batches of at most ``budget`` tokens."""
-    wanted = {
+    settings = {
         "actor": {"lr": 1e-6, "max_tokens_per_micro_batch": budget, "loss_chunk": 256, "compile": False},
         "algorithm": {"aggregation": "sequence_mean"},
         "trainer": {"total_steps": 10},
         "cluster": {"cpu_threads": 1, "simulate_gpus": "auto", "share_gpus": True},
     }
-    with connect(load(wanted)) as session:
-        config = lay_out(load(wanted))
+    with connect(load(settings)) as session:
+        config = lay_out(load(settings))
         placement = place(config, session)
         actor = ActorGroup(placement.groups["actor"], config, path, partial(placement.restart, "actor"))
         gather([actor.submit_build()], 120)

@@ -55,24 +55,24 @@ def rows(context: Context) -> None:
 
 def _worst(engine: Any, sequences: Any, logits: Any, top_k: int, temperature: float) -> tuple[float, float]:
     """Mean and largest difference to ``logits`` [S, L, V], already divided, without the rows that are left out."""
-    from gkd.inference.requests import Score
+    from gkd.inference.requests import ScoreRequest
 
     kept = VOCABULARY - LEFT_OUT
     exact = logits[..., :kept].log_softmax(-1).numpy()
     for key, ids in enumerate(sequences):
-        engine.add(key, Score(ids, ((PROMPT, len(ids)),), top_k, temperature, kept))
+        engine.add(key, ScoreRequest(ids, ((PROMPT, len(ids)),), top_k, temperature, kept))
     targets: dict[int, Any] = {}
     while engine.has_unfinished_requests():
         targets |= dict(engine.step())
     differences = []
     for key, ids in enumerate(sequences):
-        target, wanted = targets[key], exact[key, PROMPT - 1 : -1]
-        differences.append(np.abs(target.token_logprobs - wanted[np.arange(LENGTH - PROMPT), ids[PROMPT:]]).ravel())
+        target, exact_row = targets[key], exact[key, PROMPT - 1 : -1]
+        differences.append(np.abs(target.token_logprobs - exact_row[np.arange(LENGTH - PROMPT), ids[PROMPT:]]).ravel())
         require(target.ids.shape == (LENGTH - PROMPT, min(top_k, kept)), f"{target.ids.shape} for K={top_k}")
         if top_k:
             require(target.ids.max() < kept, "an id that the student does not have")
             require(bool((np.diff(target.logprobs, axis=1) <= 1e-6).all()), "not in falling order")
-            differences.append(np.abs(target.logprobs - np.take_along_axis(wanted, target.ids, axis=1)).ravel())
+            differences.append(np.abs(target.logprobs - np.take_along_axis(exact_row, target.ids, axis=1)).ravel())
         if top_k >= kept:
             require(all(len(np.unique(row)) == kept for row in target.ids), "an id twice")
             total = np.exp(target.logprobs.astype(np.float64)).sum(1)

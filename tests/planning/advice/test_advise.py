@@ -27,8 +27,8 @@ from gkd.planning.advice.report import plan, show
 from gkd.planning.layout import Layout, has_room, with_settings
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.memory.pools import GroupMemory
+from tests.error_text import contains_in_order
 from tests.planning.layouts import DATA, layout_of
-from tests.told import tells
 
 GRPO = ("+recipe=grpo", "model.size=1.5b", "placement=8gpu")
 CASES = {
@@ -202,7 +202,7 @@ def test_what_others_leave_no_room_for_is_told_as_that() -> None:
                       "plan.gpu_type=a100-40gb")  # fmt: skip
     assert not _memory(shared, "teacher").fits
     assert advise(shared, "teacher") == []
-    assert tells(explain_shortage(shared, "teacher").rpartition(";")[2], "GPUs", "GPUs")
+    assert contains_in_order(explain_shortage(shared, "teacher").rpartition(";")[2], "GPUs", "GPUs")
 
 
 def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:
@@ -227,7 +227,7 @@ def test_what_fits_needs_no_advice() -> None:
 def test_what_nothing_helps_is_said_to_be_so() -> None:
     hopeless = layout_of("+recipe=grpo", "model.size=405b", "plan.gpu_type=rtx-3060")
     assert advise(hopeless, "actor") == []
-    assert tells(explain_shortage(hopeless, "actor").rpartition(";")[2], "model", "GPU")
+    assert contains_in_order(explain_shortage(hopeless, "actor").rpartition(";")[2], "model", "GPU")
 
 
 def test_less_memory_asks_more() -> None:
@@ -273,10 +273,10 @@ def test_gpus_that_no_group_has_are_advised_before_the_hosts_memory() -> None:
 def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
     whole = layout_of("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "plan.gpu_type=rtx-4090")
     assert any("trainer.nnodes" in one.settings for one in advise(whole, "actor"))
-    for nodes, wanted in ((2, set()), (3, {2})):  # one is the rollout's
+    for nodes, expected in ((2, set()), (3, {2})):  # one is the rollout's
         found = advise(replace(whole, nodes=(8,) * nodes), "actor")
         assert found
-        assert {one.settings["trainer.nnodes"] for one in found if "trainer.nnodes" in one.settings} == wanted
+        assert {one.settings["trainer.nnodes"] for one in found if "trainer.nnodes" in one.settings} == expected
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_what_is_offered_fits_and_can_be_placed_as_it_is_pasted(n_gpus: int) -> 
         again = layout_of(*overrides, *split.overrides().split())
         assert all(group.fits for group in all_memory(again))
         assert simulate_layout(again, 0).seconds == pytest.approx(split.step.seconds)
-        nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).emptied() for i in range(n_gpus // 8)]
+        nodes = [Node(str(i), str(i), tuple(range(8)), 0.0).as_idle() for i in range(n_gpus // 8)]
         assert solve(group_requests(pasted), nodes, 0.0) is not None
 
 

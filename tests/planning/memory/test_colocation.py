@@ -14,7 +14,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.classifier import Classifier
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import Score
+from gkd.inference.requests import ScoreRequest
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.planning.advice.advise import advise
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
@@ -103,7 +103,7 @@ def test_a_teacher_in_torch_is_near_the_measured_peak(
     with TensorBytes() as measured:
         measured.count(engine.model.parameters())
         for i in range(n):
-            engine.add(i, Score(np.full(length, 1 + i, np.int32), ((length // 2, length),), k))
+            engine.add(i, ScoreRequest(np.full(length, 1 + i, np.int32), ((length // 2, length),), k))
         answers = list(engine.step())
     assert len(answers) == n
     weights = sum(p.nbytes for p in model.parameters())

@@ -53,8 +53,8 @@ class Watched(_Simulation):
         before = list(self.waiting)
         super()._hand_out()
         given = {key(sample): sample.engine for sample in before[: len(before) - len(self.waiting)]}
-        wanted = {request.key: engine for engine, its in self.dispatcher.hand_out().items() for request in its}
-        assert given == wanted
+        placed = {request.key: engine for engine, its in self.dispatcher.hand_out().items() for request in its}
+        assert given == placed
         self.n_given += len(given)
 
 
@@ -92,7 +92,7 @@ def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
     stream._unit = unit
     samples: Any = [SimpleNamespace(n_tokens=5 + int(length)) for length in run.lengths(1)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gkd.driver.loop.streaming.settle", lambda config, group: group)
+        patch.setattr("gkd.driver.loop.streaming.assign_advantages", lambda config, group: group)
         stream.feed(samples)
         stream.update(samples, 1)
     assert len(handed) > 5

@@ -8,12 +8,12 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from gkd.actor.batches import share
+from gkd.actor.batches import balance_over_ranks
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Config, load
 from gkd.types import ScoredSample, TrainingSample
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.actor import models
 from tests.weights.received import received
 
@@ -57,7 +57,7 @@ class Ranks:
         """Call a method of all ranks with their shares of a batch."""
         lengths = [sample.n_sampled for sample in samples]
         weights = token_weights(lengths, [True] * len(samples), "sequence_mean", 12)
-        shares = share([sample.n_tokens for sample in samples], len(self.workers))
+        shares = balance_over_ranks([sample.n_tokens for sample in samples], len(self.workers))
         calls = []
         for worker, part in zip(self.workers, shares, strict=True):
             args = last if method == "compute_logprobs" else ([weights[i] for i in part], sum(lengths), *last)
@@ -67,13 +67,13 @@ class Ranks:
         return found[0]
 
     def weights(self) -> dict[str, Tensor]:
-        def pack(number: int) -> list[Piece]:
+        def pack(number: int) -> list[Bucket]:
             calls = [
                 w.__ray_call__.remote(lambda worker, packs: worker.weights.publisher.pack(1, number, packs), rank == 0)
                 for rank, w in enumerate(self.workers)
             ]
-            pieces: list[Piece] = ray.get(calls, timeout=60)
-            return pieces
+            buckets: list[Bucket] = ray.get(calls, timeout=60)
+            return buckets
 
         return received(pack)
 

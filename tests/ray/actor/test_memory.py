@@ -25,10 +25,10 @@ from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import place
 from gkd.config import Config, load
 from gkd.errors import OutOfMemory
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.actor import models
+from tests.error_text import contains_in_order
 from tests.ray.actor.ranks import Ranks, put
-from tests.told import tells
 from tests.weights.received import received
 
 SETTINGS = {"lr": 1e-6, "max_tokens_per_micro_batch": 30_000, "loss_chunk": 256}
@@ -78,13 +78,13 @@ def leave(actor: ActorGroup, megabytes: int) -> None:
 
 
 def weights(actor: ActorGroup) -> dict[str, Tensor]:
-    def pack(number: int) -> list[Piece]:
+    def pack(number: int) -> list[Bucket]:
         calls = [
             worker.__ray_call__.remote(lambda it, packs: it._object.weights.publisher.pack(0, number, packs), rank == 0)
             for rank, worker in enumerate(actor.group.workers)
         ]
-        pieces: list[Piece] = ray.get(calls, timeout=60)
-        return pieces
+        buckets: list[Bucket] = ray.get(calls, timeout=60)
+        return buckets
 
     return received(pack)
 
@@ -111,7 +111,7 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
     found = two.update(batch, 2)
     told = [record.getMessage() for record in caplog.records if "done again" in record.getMessage()]
     again = two.update(batch, 3)
-    assert tells("".join(told), "step 2: ", "actor.max_tokens_per_micro_batch=")
+    assert contains_in_order("".join(told), "step 2: ", "actor.max_tokens_per_micro_batch=")
     assert len(told) == sum("done again" in record.getMessage() for record in caplog.records)  # said once
     assert pids(two).isdisjoint(started)  # what waits for another rank is ended
     assert two.version == 3

@@ -33,13 +33,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def using(ranks: dict[int, Ranks], algorithm: dict[str, object]) -> Iterator[None]:
     """Have all workers optimise something else for a while."""
 
-    def change(worker: object, wanted: dict[str, object]) -> None:
-        changed = worker.config.model_copy(update={"algorithm": Algorithm.model_validate(wanted)})
+    def change(worker: object, settings: dict[str, object]) -> None:
+        changed = worker.config.model_copy(update={"algorithm": Algorithm.model_validate(settings)})
         worker.config = worker.trainer.config = changed
 
-    for wanted in (algorithm, {}):
-        ray.get([w.__ray_call__.remote(change, wanted) for g in ranks.values() for w in g.workers], timeout=60)
-        if wanted is algorithm:
+    for settings in (algorithm, {}):
+        ray.get([w.__ray_call__.remote(change, settings) for g in ranks.values() for w in g.workers], timeout=60)
+        if settings is algorithm:
             yield
 
 
@@ -70,8 +70,8 @@ def test_compiled_layers_train_as_they_do_without(ranks: dict[int, Ranks], model
     """By inductor, over two ranks that share what is compiled."""
     settings = {"max_tokens_per_micro_batch": 400, "gradient_checkpointing": True}
     made = {1: config(**settings), 2: config(**settings, compile=True)}
-    for world, wanted in made.items():
-        ranks[world].become(model_path, wanted)
+    for world, its_config in made.items():
+        ranks[world].become(model_path, its_config)
     for step in (1, 2):
         batch = put(models.scored(4, seed=step))
         one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
@@ -128,8 +128,8 @@ def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[in
         for dtype in ("bfloat16", "auto"):
             ray.get([w.__ray_call__.remote(compute_in, dtype) for w in ranks[1].workers], timeout=60)
             found[dtype] = ranks[1].run("update", batch, 5)
-    assert found["auto"]["actor/correction"] == pytest.approx(1.0, abs=1e-6)
-    assert abs(found["bfloat16"]["actor/correction"] - 1) > 0.01
+    assert found["auto"]["actor/importance_weight"] == pytest.approx(1.0, abs=1e-6)
+    assert abs(found["bfloat16"]["actor/importance_weight"] - 1) > 0.01
 
 
 def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:
@@ -229,6 +229,6 @@ def test_what_a_model_keeps_beside_parameters_is_on_every_rank(processes: dict[i
         return {name: value.clone() for name, value in worker.trainer.student.lm.named_buffers()}
 
     there, here = ray.get([w.__ray_call__.remote(buffers) for w in two.workers], timeout=60)
-    wanted = dict(model.named_buffers())
-    assert there.keys() == here.keys() == wanted.keys()
-    assert all(torch.equal(there[name], value) and torch.equal(here[name], value) for name, value in wanted.items())
+    expected = dict(model.named_buffers())
+    assert there.keys() == here.keys() == expected.keys()
+    assert all(torch.equal(there[name], value) and torch.equal(here[name], value) for name, value in expected.items())

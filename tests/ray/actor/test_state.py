@@ -24,7 +24,7 @@ from gkd.cli.export import main as export
 from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config
 from gkd.driver.checkpoints import checkpoint
-from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, State
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.errors import RunFailed
 from tests.actor import models
 from tests.actor.test_lora import base
@@ -40,7 +40,7 @@ def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> SavedChec
     written = ray.get([call(w, "state.write_staged", str(path / "actor")) for w in ranks.workers], timeout=60)
     files = {f"actor/{name}": found for name, found in written}
     tree = settings.model_dump(mode="json")
-    saved = SavedCheckpoint(path, "end", State(applied[0].step), tree, str(student), "float32", {}, files)
+    saved = SavedCheckpoint(path, "end", RunState(applied[0].step), tree, str(student), "float32", {}, files)
     checkpoint.write(saved)
     return saved
 
@@ -146,7 +146,7 @@ def test_what_is_no_checkpoint_of_this_model_runs_nothing_and_is_named(
             file.write_bytes(content)
         with pytest.raises(ray.exceptions.RayTaskError, match=r"checkpoint .*\bread\b"):
             read(ranks, saved)
-        with pytest.raises(checkpoint.Damaged, match=r"state\.json"):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match=r"state\.json"):
             checkpoint.read(saved.path)
     assert not traces.exists()
     with pytest.raises(ray.exceptions.RayTaskError, match=r"\d+ rows .*\blm\."):
@@ -205,14 +205,14 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
         done.append("restart")
         return ranks
 
-    def settle(call: PendingCall, timeout_s: float) -> None:
+    def wait(call: PendingCall, timeout_s: float) -> None:
         done.append(call.activity)
 
     ranks: Any = SimpleNamespace(
         submit_control=lambda method, *_, activity: PendingCall(activity, (), ()), call_each=lambda *_, **__: None
     )
     actor = ActorGroup(ranks, config(), "", restart)
-    monkeypatch.setattr("gkd.actor.group.settle", settle)
+    monkeypatch.setattr("gkd.actor.group.wait", wait)
     monkeypatch.setattr("gkd.actor.group.gather", lambda *_: None)
     monkeypatch.setattr(actor, "submit_build", lambda: None)
     monkeypatch.setattr(actor, "load", lambda: None)

@@ -11,7 +11,7 @@ import ray
 import torch
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.batches import share
+from gkd.actor.batches import balance_over_ranks
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.config import Algorithm, Config
@@ -42,7 +42,7 @@ def gradient(ranks: Ranks) -> torch.Tensor:
 
 
 def accumulate(ranks: Ranks, samples: list[TrainingSample], weights: list[float], *last: int) -> None:
-    shares = share([sample.n_tokens for sample in samples], len(ranks.workers))
+    shares = balance_over_ranks([sample.n_tokens for sample in samples], len(ranks.workers))
     calls = [
         call(worker, "trainer.accumulate", [samples[i] for i in part], [weights[i] for i in part], *last)
         for worker, part in zip(ranks.workers, shares, strict=True)

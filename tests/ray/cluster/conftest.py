@@ -104,8 +104,8 @@ def hold(cluster):
         def __init__(self):
             self.groups = []
 
-        def __call__(self, wanted):
-            nodes = [node for node, n in wanted.items() for _ in range(n)]
+        def __call__(self, n_by_node):
+            nodes = [node for node, n in n_by_node.items() for _ in range(n)]
             selector = [{"ray.io/node-id": node} for node in nodes]
             group = placement_group([{"GPU": 1}] * len(nodes), bundle_label_selector=selector)
             self.groups.append(group)

@@ -2,7 +2,7 @@
 
 With the argument `starting` it tells before Ray starts, to be ended while Ray does; `impatient` shortens the deadline
 of giving back; `waiting` waits for a call and has a second to finish without Ray's control service; `joined` does
-so on the cluster that RAY_ADDRESS names. Otherwise it has done what it wanted when that is gone.
+so on the cluster that RAY_ADDRESS names. Otherwise it has done what it had to do when that is gone.
 """
 
 # ruff: noqa: E402

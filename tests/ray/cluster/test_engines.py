@@ -9,7 +9,7 @@ import pytest
 
 from gkd.cluster.health.restarts import return_text
 from gkd.cluster.workers.engines import Engines
-from gkd.cluster.workers.failure import NodeLeft
+from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import RunFailed
@@ -44,8 +44,8 @@ def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
     gather(engines.submit_build(PART, PART, [("a",), ("b",)], {}), 30)
     leading, following = (group.call("what", timeout_s=30) for group in (engines.leaders, engines.followers))
     for told, node_rank, nodes in ((leading, 0, by_node[::2]), (following, 1, by_node[1::2])):
-        for (name, span, seen), wanted, reports, head in zip(told, "ab", nodes, engines.leaders.reports, strict=True):
-            assert name == wanted
+        for (name, span, seen), expected, reports, head in zip(told, "ab", nodes, engines.leaders.reports, strict=True):
+            assert name == expected
             assert (span.nnodes, span.node_rank, span.master_addr) == (2, node_rank, head.ip)
             assert seen == ",".join(r.cuda_visible_devices for r in reports)
     assert [span.master_port for _, span, _ in leading] == [span.master_port for _, span, _ in following]
@@ -83,7 +83,7 @@ def test_an_engine_whose_node_has_left_is_started_on_another_one(cluster, placed
     stays, leaves = engines.leaders.reports
     assert (stays.node_id, leaves.node_id) == (first.id, leaving.node_id)
     cluster.remove_node(leaving)
-    with pytest.raises(NodeLeft, match=r"node left, .*\b2 s"):
+    with pytest.raises(NodeLost, match=r"node left, .*\b2 s"):
         engines.start_again(placement, 1)
     os.kill(stays.pid, signal.SIGKILL)  # what is reserved elsewhere is as it was
     assert engines.start_again(placement, 0).reports[0].gpu_uuids == stays.gpu_uuids

@@ -14,8 +14,8 @@ from gkd.cluster.workers.group import gather, kill_worker
 from gkd.cluster.workers.placement import place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import ConfigError, RunFailed
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, configuration, eventually
-from tests.told import tells
 
 ECHO = "tests.ray.cluster.cluster_targets:Echo"
 
@@ -74,7 +74,7 @@ def test_an_error_in_a_stream_is_named_too(groups):
 def test_one_that_ray_ended_for_lack_of_memory_is_dead_and_others_can_go_on():
     found = explain(ray.exceptions.OutOfMemoryError("3 workers were killed\nby a long\ntable"), "rollout rank 0")
     assert isinstance(found, WorkerDied)
-    assert tells(str(found), "rollout rank 0 ", "memory") and "table" not in str(found)
+    assert contains_in_order(str(found), "rollout rank 0 ", "memory") and "table" not in str(found)
 
 
 def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):

@@ -12,8 +12,8 @@ from gkd.cluster.workers import reserve as reserve_module
 from gkd.cluster.workers.placement import place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import ConfigError, RunFailed
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, configuration, device_ids, eventually
-from tests.told import tells
 
 
 def test_groups_take_gpus_in_order_on_one_node(placed):
@@ -128,7 +128,7 @@ def test_waiting_for_gpus_says_so_and_ends_at_the_deadline(cluster, hold, caplog
     with connect(config) as session, pytest.raises(RunFailed, match=r"\b2 s \(cluster\.reserve_timeout_s\)"):
         place(config, session)
     waiting = [record.getMessage() for record in caplog.records if "waiting for GPUs" in record.getMessage()]
-    assert tells(waiting[0], "actor 1, rollout 1 = 2 GPUs and 2 CPUs", "0 of 32 GPUs and 32 of 32 CPUs")
+    assert contains_in_order(waiting[0], "actor 1, rollout 1 = 2 GPUs and 2 CPUs", "0 of 32 GPUs and 32 of 32 CPUs")
 
 
 def test_it_goes_on_as_soon_as_gpus_are_free(placed, hold):

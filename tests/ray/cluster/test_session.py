@@ -19,8 +19,8 @@ from gkd.cluster.session import reaper
 from gkd.cluster.session.connect import connect
 from gkd.cluster.session.control_service import VARIABLE
 from gkd.errors import ConfigError, RunFailed
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, configuration, eventually
-from tests.told import tells
 
 ROOT = Path(__file__).parents[3]
 
@@ -86,11 +86,11 @@ def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_
     assert (done.wait(timeout=60), done.stderr.read()) == (0, "")
     assert hanging.wait(timeout=60) == 143
     first, last = hanging.stderr.read().splitlines()
-    assert tells(first, "GPUs", "2 s")
+    assert contains_in_order(first, "GPUs", "2 s")
     assert last == "stopped by SIGTERM"
     assert waiting.wait(timeout=60) == 1
     *_, last = waiting.stderr.read().splitlines()
-    assert tells(last, "failed: ", "(GCS)")
+    assert contains_in_order(last, "failed: ", "(GCS)")
     shutil.rmtree(third)  # the logs of a run that failed
     assert not Path(directory).exists()
     assert not Path(other).exists()

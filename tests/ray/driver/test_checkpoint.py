@@ -19,14 +19,14 @@ import ray
 from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config, load
-from gkd.driver.checkpoints.checkpoint import State, complete, read
+from gkd.driver.checkpoints.checkpoint import RunState, complete, read
 from gkd.driver.checkpoints.resume import differences, explain_finished, find
 from gkd.driver.checkpoints.saving import Checkpoints
-from gkd.durable import sum_of
+from gkd.durable import compute_checksum
 from gkd.errors import ConfigError, RunFailed
 from gkd.recipes.sort_digits.sorting import make_tokenizer
 from gkd.version import __version__
-from tests.told import tells
+from tests.error_text import contains_in_order
 
 SAME = {"trainer": {"total_steps": 10}}
 DATA = {"train": "1", "val": "2"}
@@ -54,7 +54,7 @@ class Actor:
             raise RunFailed("the actor is in the middle of an update")
         return AppliedUpdate(self.step, ({"actor/loss": 1.0}, {"actor/loss": 2.0}))
 
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         return self.step is not None
 
     def stage(self) -> AppliedUpdate:
@@ -68,7 +68,7 @@ class Actor:
 
         file = Path(directory, "rank_00000.safetensors")
         file.write_bytes(b"weights of %d" % (self.step or 0))
-        found = (file.name, sum_of(file))
+        found = (file.name, compute_checksum(file))
         ref = fail.remote() if self.broken else later.remote(found, str(self.until)) if self.until else ray.put(found)
         return PendingCall("writing", ("actor rank 0",), (ref,))
 
@@ -82,7 +82,7 @@ def write(config: Config, output: Path, *steps: int) -> None:
     every = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_every": 1})})
     writer = checkpoints(every, output)
     for step in steps:
-        writer.save_if_due(Actor(step), State(step, {"drawn": 8 * step}))
+        writer.save_if_due(Actor(step), RunState(step, {"drawn": 8 * step}))
         writer.wait()
     writer.finish()
 
@@ -117,7 +117,7 @@ def test_those_by_time_take_no_place_of_those_by_step(tmp_path: Path) -> None:
     config = load({"trainer": {"total_steps": 200, "keep_checkpoints": 2, "save_every": 10, "save_minutes": 1e-9}})
     writer = checkpoints(config, tmp_path)
     for step in range(1, 24):
-        writer.save_if_due(Actor(step), State(step))
+        writer.save_if_due(Actor(step), RunState(step))
         writer.wait()
     assert names(tmp_path) == {"step_10", "step_20", "step_22", "step_23"}
     assert [read(path).cause for path in complete(tmp_path / "checkpoints")] == ["step", "step", "time", "time"]
@@ -127,18 +127,18 @@ def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     config = load({"trainer": {"total_steps": 200, "save_minutes": 1e-9}})
     writer, actor = checkpoints(config, tmp_path), Actor(1, until=tmp_path / "written")
     for actor.step in (1, 2, 3):
-        writer.train(State(actor.step, row={}))
-        writer.save_if_due(actor, State(actor.step))
+        writer.train(RunState(actor.step, row={}))
+        writer.save_if_due(actor, RunState(actor.step))
     assert actor.copies == 1  # the first is under way still
     assert not complete(tmp_path / "checkpoints")
     (tmp_path / "written").touch()
     deadline = time.monotonic() + 30
     while not complete(tmp_path / "checkpoints"):
         assert time.monotonic() < deadline
-        writer.train(State(4, row={}))
+        writer.train(RunState(4, row={}))
     assert names(tmp_path) == {"step_1"}
     none = checkpoints(load({"trainer": {"save_minutes": None}}), tmp_path / "none")
-    none.save_if_due(Actor(1), State(1))
+    none.save_if_due(Actor(1), RunState(1))
     assert not (tmp_path / "none").exists()
 
 
@@ -146,19 +146,19 @@ def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_ru
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
     writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), tmp_path)
-    writer.save_if_due(Actor(1), State(1))
-    writer.save_if_due(Actor(2, broken=True), State(2))
+    writer.save_if_due(Actor(1), RunState(1))
+    writer.save_if_due(Actor(2, broken=True), RunState(2))
     writer.wait()
     (text,) = (record.getMessage() for record in told.records)
-    assert tells(text, "checkpoint", "step 2", "no space", "/there")
+    assert contains_in_order(text, "checkpoint", "step 2", "no space", "/there")
     assert names(tmp_path) == {"step_1"}
     writer.finish()
-    writer.save_if_due(Actor(3, broken=True), State(3))
+    writer.save_if_due(Actor(3, broken=True), RunState(3))
     writer.wait()
     with pytest.raises(RunFailed, match=r"\bstep 3\b.*: no space"):
         writer.finish()
     stopped_early = checkpoints(load({"trainer": {"total_steps": 300, "save_every": 100}}), tmp_path)
-    stopped_early.save_if_due(Actor(4, broken=True), State(4), last=True)
+    stopped_early.save_if_due(Actor(4, broken=True), RunState(4), last=True)
     stopped_early.wait()
     with pytest.raises(RunFailed, match=r"\bstep 4\b.*: no space"):
         stopped_early.finish()
@@ -167,11 +167,11 @@ def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_ru
 def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     """Whatever the run knew when it ended: between update and row the checkpoint has what is left to do."""
 
-    def ended(actor: Actor, output: Path) -> State | None:
+    def ended(actor: Actor, output: Path) -> RunState | None:
         writer = checkpoints(load(SAME), output)
-        writer.train(State(5, {"drawn": 5}, row={"length": 1.0}))
-        writer.save_if_due(Actor(5), State(5, {"drawn": 5}))
-        writer.train(State(6, {"drawn": 6}, row={"length": 2.0}))
+        writer.train(RunState(5, {"drawn": 5}, row={"length": 1.0}))
+        writer.save_if_due(Actor(5), RunState(5, {"drawn": 5}))
+        writer.train(RunState(6, {"drawn": 6}, row={"length": 2.0}))
         writer.rescue(actor)
         return find(load(SAME), output).state if (output / "checkpoints").exists() else None
 
@@ -183,19 +183,19 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
     assert (after.step, after.prompts, after.last_logged_step) == (6, {"drawn": 6}, 5)
     assert after.row == {"length": 2.0, "actor/loss": 1.5}
     text = told.text
-    assert tells(text, "no checkpoint", "actor", "no checkpoint", "step 6")
-    assert tells(text, f"step 6: {tmp_path / '6' / 'checkpoints' / 'step_6'} ", "trainer.resume=true")
+    assert contains_in_order(text, "no checkpoint", "actor", "no checkpoint", "step 6")
+    assert contains_in_order(text, f"step 6: {tmp_path / '6' / 'checkpoints' / 'step_6'} ", "trainer.resume=true")
 
 
 def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     """As on a disk that does not answer: training goes on, and without a word nobody would know what is missing."""
     writer = checkpoints(load({"trainer": {"save_minutes": 1e-9, "save_timeout_s": 0.1}}), tmp_path)
-    writer.save_if_due(Actor(1, until=tmp_path / "written"), State(1))
+    writer.save_if_due(Actor(1, until=tmp_path / "written"), RunState(1))
     time.sleep(0.2)
-    writer.train(State(2, row={}))
+    writer.train(RunState(2, row={}))
     (tmp_path / "written").touch()
     (text,) = told.messages
-    assert tells(text, "step 1 ", "0.1 s (trainer.save_timeout_s)")
+    assert contains_in_order(text, "step 1 ", "0.1 s (trainer.save_timeout_s)")
     assert not names(tmp_path)
 
 
@@ -207,10 +207,12 @@ def test_no_error_while_a_run_is_saved_hides_what_ended_it(
 
     writer, actor = checkpoints(load(SAME), tmp_path), Actor(1)
     monkeypatch.setattr(actor, "read_applied", gone)
-    writer.train(State(1, row={}))
+    writer.train(RunState(1, row={}))
     writer.rescue(actor)
     first, second = told.messages
-    assert tells(first, "no checkpoint", "ValueError: Ray is") and tells(second, "no checkpoint")
+    assert contains_in_order(first, "no checkpoint", "ValueError: Ray is") and contains_in_order(
+        second, "no checkpoint"
+    )
 
 
 def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
@@ -218,11 +220,11 @@ def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
 ) -> None:
     writer = checkpoints(load({"trainer": {"save_minutes": 1e-9}}), tmp_path)
     nothing = checkpoints(load(SAME), tmp_path / "nothing")
-    nothing.train(State(1, row={}))
+    nothing.train(RunState(1, row={}))
     nothing.rescue(Actor(0))  # no step is done
     assert not told.records
-    writer.save_if_due(Actor(1), State(1))
-    writer.train(State(2, row={}))
+    writer.save_if_due(Actor(1), RunState(1))
+    writer.train(RunState(2, row={}))
     writer.rescue(Actor(None))
     assert f"step 1: {tmp_path / 'checkpoints' / 'step_1'} (" in told.records[-1].getMessage()
 
@@ -269,8 +271,8 @@ def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_p
         "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
         "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
     )
-    with pytest.raises(ConfigError, match=r"reward\.length\.wanted=None, this is 3"):
-        find(run("/here", length={"wanted": 3}), tmp_path)
+    with pytest.raises(ConfigError, match=r"reward\.length\.target_length=None, this is 3"):
+        find(run("/here", length={"target_length": 3}), tmp_path)
 
 
 def _flip(path: Path) -> None:
@@ -288,7 +290,7 @@ DAMAGE = {
     "empty": (lambda path: (path / "state.json").write_text(""), "state.json cannot be read"),
     "of an earlier version": (
         lambda path: (path / "state.json").write_text('{"state": {"step": 1}, "settings": {}}'),
-        "state.json cannot be read: it has no sum",
+        "state.json cannot be read: it has no checksum",
     ),
     "a number changed": (
         lambda path: (path / "state.json").write_text((path / "state.json").read_text().replace("48", "40")),
@@ -346,11 +348,11 @@ def full(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, told: pytest.LogCaptureFixture) -> None:
     writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), full)
     (full / "filling").write_bytes(b"x" * (40 << 10))
-    writer.save_if_due(Actor(1), State(1, {"x" * 50_000: 1}))
+    writer.save_if_due(Actor(1), RunState(1, {"x" * 50_000: 1}))
     writer.wait()
     (text,) = (record.getMessage() for record in told.records)
     path = full / "checkpoints" / "step_1" / "state.json"
-    assert tells(text, "checkpoint", "step 1 ", "no space", path)
+    assert contains_in_order(text, "checkpoint", "step 1 ", "no space", path)
     assert not names(full)
 
 

@@ -18,12 +18,12 @@ from gkd.actor.batches import AppliedUpdate, combine_mini_batches
 from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
-from gkd.driver.checkpoints.checkpoint import State
+from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.resume import cut, find
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
-from gkd.durable import sum_of
+from gkd.durable import compute_checksum
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
@@ -101,13 +101,13 @@ class World:
 
     stage = read_applied
 
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         return True
 
     def write_staged(self, directory: str) -> PendingCall:
         file = Path(directory, "rank_00000.safetensors")
         file.write_text(str(self.value))
-        return PendingCall("writing", ("actor rank 0",), (ray.put((file.name, sum_of(file))),))
+        return PendingCall("writing", ("actor rank 0",), (ray.put((file.name, compute_checksum(file))),))
 
     def push(self) -> None:
         self.maybe("push")
@@ -130,7 +130,7 @@ class World:
     def show(self, step: int, row: dict[str, float]) -> None:
         self.maybe("show", step)
 
-    def run(self, start: State) -> dict[str, float]:
+    def run(self, start: RunState) -> dict[str, float]:
         """The loop, as gkd.driver.run has it."""
         parts: Any = SimpleNamespace(
             prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
@@ -187,9 +187,9 @@ def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path:
         (path := tmp_path / str(staleness)).mkdir()
         whole, ended = world(path / "whole"), world(path / "ended", (moment, step))
         whole.staleness = ended.staleness = staleness
-        expected = whole.run(State())
+        expected = whole.run(RunState())
         with pytest.raises(Ended):
-            ended.run(State())
+            ended.run(RunState())
         saved = find(CONFIG, ended.output).state
         assert saved.step == (step - 1 if moment == "collect" else step)
         again = World(ended.output, staleness=staleness)
@@ -208,9 +208,9 @@ def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path:
 
 def test_ended_twice_in_the_same_step(tmp_path: Path) -> None:
     whole, ended = world(tmp_path / "whole"), world(tmp_path / "ended", ("push", 4))
-    whole.run(State())
+    whole.run(RunState())
     with pytest.raises(Ended):
-        ended.run(State())
+        ended.run(RunState())
     for moment in ("validate", "show"):
         with pytest.raises(Ended):
             again = World(ended.output, (moment, 4))
@@ -228,5 +228,5 @@ def test_an_actor_that_is_gone_leaves_what_was_there_before(tmp_path: Path, monk
 
     monkeypatch.setattr(ended, "read_applied", gone)
     with pytest.raises(Ended):
-        ended.run(State())
+        ended.run(RunState())
     assert not (ended.output / "checkpoints").exists()

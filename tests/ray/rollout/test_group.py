@@ -17,7 +17,7 @@ import ray
 
 from gkd.cluster.health.fleet import Fleet, Health
 from gkd.cluster.health.heartbeat import Heartbeat
-from gkd.cluster.health.restarts import StartAgain
+from gkd.cluster.health.restarts import RestartPolicy
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.group import Group, WorkerReports, gather
 from gkd.cluster.workers.reserve import RemoteWorker
@@ -28,9 +28,9 @@ from gkd.rollout.group import RolloutGroup
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.watch import ExpectedReplica, ScorerModel, ScorerWatch
 from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, eventually
 from tests.samples import training_sample
-from tests.told import tells
 from tests.weights.reports import reports
 
 TIMEOUT_S = 5.0
@@ -64,11 +64,11 @@ def built(engines: list[Group], ranks: Sequence[int], target: str = "tests.ray.r
     return Group("rollout", workers, known)
 
 
-def start(engines: list[Group], n: int, again: StartAgain | None = None) -> RolloutGroup:
-    return RolloutGroup(built(engines, range(n)), settings(), again=again)
+def start(engines: list[Group], n: int, restart_policy: RestartPolicy | None = None) -> RolloutGroup:
+    return RolloutGroup(built(engines, range(n)), settings(), restart_policy=restart_policy)
 
 
-def wanted(n: int) -> list[SampleRequest]:
+def make_requests(n: int) -> list[SampleRequest]:
     return [SampleRequest(Prompt(i, np.array([i], np.int32), ""), 0, i, Sampling(4)) for i in range(n)]
 
 
@@ -91,7 +91,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
         caplog.clear()
-        samples = rollout.sample(wanted(13), timeout_s=120)
+        samples = rollout.sample(make_requests(13), timeout_s=120)
     assert [sample.prompt_id for sample in samples] == list(range(13))
     assert {sample.worker for sample in samples} == {0}
     assert rollout.present_engines == [0]
@@ -102,7 +102,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     assert Path(f"/proc/{pids[0]}").exists()
     rollout.living_group.control("get_stuck", timeout_s=30)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .*\b5 s"):
-        rollout.sample(wanted(2), timeout_s=120)
+        rollout.sample(make_requests(2), timeout_s=120)
 
 
 def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_given_up(
@@ -123,7 +123,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
             raise RunFailed("no GPU")
         return built(engines, [member])
 
-    rollout = start(engines, 2, StartAgain(2, start_again, []))
+    rollout = start(engines, 2, RestartPolicy(2, start_again, []))
     sent: list[int] = []
 
     def send(stale: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
         rollout.mark_updated(stale)
 
     def kill(killed: Sequence[int]) -> list[int]:
-        keys = rollout.submit(wanted(30))
+        keys = rollout.submit(make_requests(30))
         if len(killed) == 1:
             rollout.group.select(killed).control("lose_process", timeout_s=30)
             return keys
@@ -148,9 +148,9 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
             samples = rollout.collect(kill(killed), timeout_s=120)
             assert [sample.prompt_id for sample in samples] == list(range(30))
             while len(rollout.working_engines) < 2:
-                rollout.sample(wanted(8), timeout_s=120)
+                rollout.sample(make_requests(8), timeout_s=120)
             assert sorted(sent) == killed
-            assert {sample.worker for sample in rollout.sample(wanted(8), timeout_s=120)} == {0, 1}
+            assert {sample.worker for sample in rollout.sample(make_requests(8), timeout_s=120)} == {0, 1}
         keys = kill([0, 1])
         with pytest.raises(RunFailed, match=r"^rollout rank \d \(.* died: "):
             rollout.collect(keys, timeout_s=120)
@@ -172,9 +172,11 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
     """The only one, killed and then stopped, and killed once more than it may."""
     threads: list[threading.Thread] = []
     group = built(engines, [0], "tests.ray.rollout.toy:ToyScorer")
-    again = StartAgain(2, lambda member: built(engines, [member], "tests.ray.rollout.toy:ToyScorer"), threads)
+    restart_policy = RestartPolicy(
+        2, lambda member: built(engines, [member], "tests.ray.rollout.toy:ToyScorer"), threads
+    )
     calls = group.submit("serve")
-    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, again)}, Fleet())
+    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, restart_policy)}, Fleet())
 
     def lose() -> list[ExpectedReplica]:
         """What clients are to wait for until it is back."""
@@ -182,11 +184,11 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
         while not any(expected.within_s == 60.0 for expected in found):
             for ref in ray.wait(watch.calls, num_returns=1, timeout=0.2)[0]:
                 watch.lose(ref)
-            found += watch.look()
+            found += watch.poll()
         assert watch.absent_replicas() == [ExpectedReplica("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
         assert watch.groups[0].workers == ()
         threads[-1].join(60)
-        assert watch.look() == [] and watch.absent_replicas() == []
+        assert watch.poll() == [] and watch.absent_replicas() == []
         return found
 
     caplog.set_level(logging.WARNING, "gkd")
@@ -202,7 +204,7 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
     assert texts[0].startswith("rollout rank 0 (pid ") and texts[0].endswith(
         f"{waits} (1 of cluster.worker_restarts=2)"
     )
-    assert tells(texts[1], "3 s (teacher.request_timeout_s)", "(2 of cluster.worker_restarts=2)")
+    assert contains_in_order(texts[1], "3 s (teacher.request_timeout_s)", "(2 of cluster.worker_restarts=2)")
     os.kill(watch.groups[0].reports[0].pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(.* died: "):
         lose()
@@ -222,20 +224,20 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     """A batch, which ends the run; one engine of two with new weights, which is ended itself."""
     rollout = start(engines, 2)
     with pytest.raises(RunFailed, match=r"3 samples .* 0\.5 s .*: rollout rank 0 .*\b2\b"):
-        rollout.sample(wanted(3), timeout_s=0.5)
+        rollout.sample(make_requests(3), timeout_s=0.5)
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
     assert set(rollout.call_engines("progress", timeout_s=5.0, activity="telling")) == {0}
     assert rollout.present_engines == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
-    assert len(rollout.sample(wanted(2), timeout_s=60)) == 2
+    assert len(rollout.sample(make_requests(2), timeout_s=60)) == 2
 
 
 def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Group]) -> None:
     """Earlier ones go to the engines first; what one of these loses goes to the other; a drain waits for sampling."""
     rollout = start(engines, 2)
-    later = rollout.submit(wanted(10), order=2)
-    first = rollout.submit(wanted(6), order=1)
+    later = rollout.submit(make_requests(10), order=2)
+    first = rollout.submit(make_requests(6), order=1)
     assert rollout._dispatcher.n_waiting == 8  # 4 of the later are with each engine
     pid = rollout.group.reports[1].pid
     os.kill(pid, signal.SIGKILL)
@@ -262,7 +264,7 @@ def test_what_was_finished_on_a_node_that_left_is_sampled_again(
     if listed:  # though nothing listens there any more
         left = {"NodeID": "left", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_port()}
         monkeypatch.setattr(ray, "nodes", lambda: [left])
-    keys = rollout.submit(wanted(8))
+    keys = rollout.submit(make_requests(8))
     while len(rollout._done) < len(keys):
         rollout.attend()
     assert {sample.worker for sample in rollout._done.values()} == {0, 1}

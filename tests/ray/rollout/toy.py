@@ -80,7 +80,7 @@ class ToyRollout(rollout_worker.RolloutWorker):
         return {"memory": {"process_gb": 1.0 + self.rank}, "clock": 0.0, "spans": []}
 
     def stream_samples(self) -> Any:
-        """Have the process stop where arrays have been sent and their numbers have not, if wanted."""
+        """Have the process stop where arrays have been sent and their numbers have not, if it is to."""
         for item in super().stream_samples():
             if self.sends_half and item and hasattr(item[0], "key"):  # no arrays come where nothing is scored yet
                 os.kill(os.getpid(), signal.SIGSTOP)

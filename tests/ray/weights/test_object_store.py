@@ -1,4 +1,4 @@
-"""Weights through the object store: complete, in pieces, verified."""
+"""Weights through the object store: complete, in buckets, verified."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Delivery, Destination, Push
-from gkd.weights.object_store import ObjectStoreReceiver, StoredPiece
-from gkd.weights.packing import buckets
+from gkd.weights.object_store import ObjectStoreReceiver, StoredBucket
+from gkd.weights.packing import split_into_buckets
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.ray.cluster.conftest import eventually
 
 TENSORS = {
@@ -37,7 +37,7 @@ def _ray(local_ray):
 CPU = torch.device("cpu")
 
 
-def sent(bucket_mb: int, checksum: bool) -> list[Piece]:
+def sent(bucket_mb: int, checksum: bool) -> list[Bucket]:
     settings = Weights(transfer="object_store", bucket_mb=bucket_mb, checksum=checksum)
     publisher, found = Publisher(settings, CPU, lambda: iter(TENSORS.items())), []
     while not found or not found[-1].last:
@@ -45,8 +45,8 @@ def sent(bucket_mb: int, checksum: bool) -> list[Piece]:
     return found
 
 
-def receive(piece: Piece, **settings: Any) -> dict[str, torch.Tensor]:
-    return ObjectStoreReceiver(Weights(**settings), CPU).receive(piece)
+def receive(bucket: Bucket, **settings: Any) -> dict[str, torch.Tensor]:
+    return ObjectStoreReceiver(Weights(**settings), CPU).receive(bucket)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -54,32 +54,34 @@ def receive(piece: Piece, **settings: Any) -> dict[str, torch.Tensor]:
 def test_every_tensor_arrives_as_it_was(
     bucket_bytes: int, n: int, checksum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gkd.weights.publishing.buckets", lambda tensors, _: buckets(tensors, bucket_bytes))
-    pieces = sent(1, checksum)
-    found = {name: t for piece in pieces for name, t in receive(piece).items()}
+    monkeypatch.setattr(
+        "gkd.weights.publishing.split_into_buckets", lambda tensors, _: split_into_buckets(tensors, bucket_bytes)
+    )
+    buckets = sent(1, checksum)
+    found = {name: t for bucket in buckets for name, t in receive(bucket).items()}
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in TENSORS.items())
-    assert [piece.number for piece in pieces] == list(range(n))
-    assert [piece.last for piece in pieces] == [False] * (n - 1) + [True]
+    assert [bucket.number for bucket in buckets] == list(range(n))
+    assert [bucket.last for bucket in buckets] == [False] * (n - 1) + [True]
 
 
 def test_a_rank_that_does_not_pack_gathers_all_the_same() -> None:
-    piece = Publisher(Weights(), CPU, lambda: iter(TENSORS.items())).pack(3, 0, packs=False)
-    assert piece == Piece(3, 0, True)
+    bucket = Publisher(Weights(), CPU, lambda: iter(TENSORS.items())).pack(3, 0, packs=False)
+    assert bucket == Bucket(3, 0, True)
 
 
 def test_a_changed_byte_is_found_when_checksums_are_on() -> None:
-    (piece,) = sent(1, checksum=True)
-    stored: StoredPiece = piece.contents[0]
+    (bucket,) = sent(1, checksum=True)
+    stored: StoredBucket = bucket.contents[0]
     data = ray.get(stored.ref).copy()
     data[-1] ^= 1
     damaged = replace(stored, ref=ray.put(data))
-    with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs"):
-        receive(replace(piece, contents=(damaged,)))
-    assert receive(replace(piece, contents=(replace(damaged, sha256=None),)))  # not asked for: not checked
+    with pytest.raises(RunFailed, match=r"weights version 3, bucket 1 differs"):
+        receive(replace(bucket, contents=(damaged,)))
+    assert receive(replace(bucket, contents=(replace(damaged, sha256=None),)))  # not asked for: not checked
 
 
-def test_a_piece_that_does_not_come_is_a_failure_with_a_deadline() -> None:
+def test_a_bucket_that_does_not_come_is_a_failure_with_a_deadline() -> None:
     @ray.remote
     def never() -> np.ndarray:
         import time
@@ -88,22 +90,22 @@ def test_a_piece_that_does_not_come_is_a_failure_with_a_deadline() -> None:
         return np.zeros(1, dtype=np.uint8)
 
     ref = never.remote()
-    with pytest.raises(RunFailed, match=r"version 2, piece 1 .*\b0\.2 s"):
-        receive(Piece(2, 0, True, (StoredPiece(ref, None),)), timeout_s=0.2)
+    with pytest.raises(RunFailed, match=r"version 2, bucket 1 .*\b0\.2 s"):
+        receive(Bucket(2, 0, True, (StoredBucket(ref, None),)), timeout_s=0.2)
     ray.cancel(ref, force=True)
 
 
 @ray.remote(num_cpus=0, max_concurrency=4)
 class Loader:
-    """An engine's worker that takes its time for the first piece."""
+    """An engine's worker that takes its time for the first bucket."""
 
     def __init__(self) -> None:
         self.go, self.begun, self.loaded = threading.Event(), [], []
 
-    def load_piece(self, push: Push, piece: Piece, n_senders: int) -> None:
-        self.begun.append(piece.number)
+    def load_bucket(self, push: Push, bucket: Bucket, n_senders: int) -> None:
+        self.begun.append(bucket.number)
         assert self.go.wait(60)
-        self.loaded.append(piece.number)
+        self.loaded.append(bucket.number)
 
     def progress(self) -> tuple[list[int], list[int]]:
         return self.begun, self.loaded
@@ -112,15 +114,15 @@ class Loader:
         self.go.set()
 
 
-def test_an_engine_begins_to_load_while_later_pieces_are_gathered() -> None:
+def test_an_engine_begins_to_load_while_later_buckets_are_gathered() -> None:
     loader, n = Loader.remote(), 5
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(n):
-            if number == 2:  # the first piece went out when the tensor that did not fit into it was there
+            if number == 2:  # the first bucket went out when the tensor that did not fit into it was there
                 assert eventually(lambda: ray.get(loader.progress.remote(), timeout=30) == ([0], []))
                 ray.get(loader.release.remote(), timeout=30)
-            yield f"{number}.weight", torch.zeros(1 << 18)  # a piece each
+            yield f"{number}.weight", torch.zeros(1 << 18)  # a bucket each
 
     publisher = Publisher(Weights(transfer="object_store", bucket_mb=1), CPU, gather)
     publisher.send(Delivery(Push(1, 1, 60.0), [Destination(0, loader, 1)]))

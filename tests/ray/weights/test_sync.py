@@ -79,12 +79,12 @@ class System:
 
     def expect_served(self, version: int) -> list[Any]:
         """Every living engine has exactly the actor's weights and may sample from them."""
-        wanted, found = self.actor.group.call("gathered", timeout_s=30)[0], self.found()
+        expected, found = self.actor.group.call("gathered", timeout_s=30)[0], self.found()
         for tensors, served, intact, _, _ in found:
             assert served == version
             assert intact
-            assert tensors.keys() == wanted.keys()
-            assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
         return found
 
     def trouble(self, engine: int, what: str, number: int) -> None:
@@ -113,7 +113,7 @@ def start(actors: Group, engines: Group, config: Config) -> System:
 
 
 def make_engines(config: Config, n: int) -> Group:
-    gpus = config.rollout.own_settings().gpus_of_engines[:n]
+    gpus = config.rollout.class_settings().gpus_of_engines[:n]
     return group("rollout", gpus, "tests.ray.weights.wire:CpuRollout", [(config, rank) for rank in range(n)])
 
 
@@ -146,11 +146,11 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Group, "as_pending", count)
             system.push(version)
-        # One to each rank, and to an engine where a collective needs it, however many pieces there are.
+        # One to each rank, and to an engine where a collective needs it, however many buckets there are.
         assert (calls["sending"], calls["loading"]) == (2, 2 if transfer == "nccl" else 0)
         found = system.expect_served(version)
         if transfer != "object_store":
-            assert all(pieces > 3 for *_, pieces, _ in found)
+            assert all(buckets > 3 for *_, buckets, _ in found)
     if transfer == "nccl":  # met once for both pushes, each with a place of its own
         assert [groups[-1] for *_, groups in found] == [(1, 3), (2, 3)]
         assert [len(groups) for *_, groups in found] == [1 + checksum] * 2
@@ -177,7 +177,7 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     assert [len(destinations) for destinations in system.sync._destinations()] == [1, 0]
     system.expect_served(2)
     system.trouble(1, "damage", 1)
-    with pytest.raises(RunFailed, match=r"^weights version 7, piece 2 .*\(weights\.checksum"):
+    with pytest.raises(RunFailed, match=r"^weights version 7, bucket 2 .*\(weights\.checksum"):
         system.push(7)
     (found,) = system.found()
     assert (found[1], found[2]) == (2, False)
@@ -198,7 +198,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     assert [groups for *_, groups in system.expect_served(2)] == [[(2, 4), (1, 3)], [(3, 4), (2, 3)]]
     system.trouble(2, "die in receive", 1)
     # At once: at the deadline it would not be a death.
-    with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*piece 2 .*version 3"):
+    with pytest.raises(RunFailed, match=r"rollout rank 2 .* died: .*bucket 2 .*version 3"):
         system.push(3)
     end(engines)
 
@@ -206,7 +206,7 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
 def test_an_engine_that_hangs_takes_no_time_from_the_others_and_the_last_one_ends_the_run(
     actors: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All that a push may take is waited for it, and as much again for the others; it is named with its piece."""
+    """All that a push may take is waited for it, and as much again for the others; it is named with its bucket."""
     config = settings("ipc", timeout_s=4.0)
     engines = make_engines(config, 2)
     system = start(actors, engines, config)
@@ -214,7 +214,7 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others_and_the_last_one_end
     system.push(4)
     assert system.rollout.present_engines == [1]
     system.expect_served(4)
-    text = r"loading piece 2 of weights version {} \(weights.timeout_s=4\): not done after .* s, .*rollout rank {} \("
+    text = r"loading bucket 2 of weights version {} \(weights.timeout_s=4\): not done after .* s, .*rollout rank {} \("
     assert any(re.search(text.format(4, 0), record.getMessage()) for record in caplog.records)
     system.trouble(1, "hang in receive", 1)
     with pytest.raises(RunFailed, match=text.format(5, 1)) as caught:

@@ -26,7 +26,7 @@ from gkd.rollout.receiving import WeightLoader
 from gkd.types import Sample, SampleRequest
 from gkd.weights import ipc, nccl
 from gkd.weights.packing import PackingSender, unpack
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 
 
 class Gloo:
@@ -50,15 +50,15 @@ class CopySender(ipc.IpcSender):
 
     gpu = ""
 
-    def share(self) -> tuple[str, tuple[Any, ...]]:
-        return self.gpu, (self.packed_piece,)
+    def export_buffer(self) -> tuple[str, tuple[Any, ...]]:
+        return self.gpu, (self.packed_bucket,)
 
     def release(self, keep: int = 0) -> None:
         PackingSender.release(self, keep)
 
 
 class CopyReceiver(ipc.IpcReceiver):
-    """Copies the buffer; ``damages`` is the number of a piece that it damages."""
+    """Copies the buffer; ``damages`` is the number of a bucket that it damages."""
 
     uuid = ""
     damages: int | None = None
@@ -66,9 +66,9 @@ class CopyReceiver(ipc.IpcReceiver):
     def gpu(self) -> str:
         return self.uuid
 
-    def receive(self, piece: Piece) -> dict[str, Tensor]:
-        self.number = piece.number
-        return super().receive(piece)
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
+        self.number = bucket.number
+        return super().receive(bucket)
 
     def open(self, shared: ipc.SharedBuffer) -> Tensor:
         packed = shared.handle[0].clone()
@@ -94,7 +94,7 @@ class GlooSender(nccl.NcclSender):
         self.group = Gloo(address, nccl.ROOT, world, self.store)
 
     def broadcast(self) -> None:
-        self.group.broadcast(self.packed_piece)
+        self.group.broadcast(self.packed_bucket)
 
 
 class GlooReceiver(nccl.NcclReceiver):
@@ -103,11 +103,11 @@ class GlooReceiver(nccl.NcclReceiver):
     def join(self, address: str, rank: int, world: int) -> None:
         self.group = Gloo(address, rank, world)
 
-    def receive(self, piece: Piece) -> dict[str, Tensor]:
-        layout = piece.contents[0]
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
+        layout = bucket.contents[0]
         packed = torch.empty(layout.n_bytes, dtype=torch.uint8)
         self.group.broadcast(packed)
-        return unpack(piece, layout, packed)
+        return unpack(bucket, layout, packed)
 
 
 class GlooNccl(nccl.Nccl):
@@ -129,14 +129,14 @@ class Keeper(InferenceEngine[SampleRequest, Sample]):
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self.trouble = spec, ("", 0)
         self.groups: list[tuple[int, int]] = []
-        self.use(spec.weights, spec.settings.own_settings().gpus_of_engines)
+        self.use(spec.weights, spec.settings.class_settings().gpus_of_engines)
 
     def use(self, weights: Weights, gpus: list[str]) -> None:
         """Receive another way from now on, and believe to be on another GPU."""
         self.receiver = weights.transfer_class.receiver(weights, torch.device("cpu"))
         self.receiver.uuid = gpus[self.spec.rank]
         self.tensors: dict[str, Tensor] = {}
-        self.pieces = 0
+        self.buckets = 0
 
     def add(self, key: int, request: SampleRequest) -> None:
         raise AssertionError("no test samples")
@@ -147,23 +147,23 @@ class Keeper(InferenceEngine[SampleRequest, Sample]):
     def step(self) -> list[tuple[int, Sample]]:
         return []
 
-    def load_weights(self, piece: Piece, tensors: dict[str, Tensor]) -> None:
-        if piece.number == 0:
-            self.tensors, self.pieces = {}, 0
+    def load_weights(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+        if bucket.number == 0:
+            self.tensors, self.buckets = {}, 0
         self.tensors |= {name: t.clone() for name, t in tensors.items()}
-        self.pieces += 1
-        assert self.pieces == piece.number + 1
+        self.buckets += 1
+        assert self.buckets == bucket.number + 1
 
     def join(self, address: str, offset: int, world: int) -> None:
         self._maybe("join", 0)
         self.receiver.join(address, offset, world)
         self.groups.append((offset, world))
 
-    def receive_weights(self, piece: Piece) -> None:
-        self._maybe("receive", piece.number)
+    def receive_weights(self, bucket: Bucket) -> None:
+        self._maybe("receive", bucket.number)
         what, number = self.trouble
         self.receiver.damages = number if what == "damage" else None
-        self.load_weights(piece, self.receiver.receive(piece))
+        self.load_weights(bucket, self.receiver.receive(bucket))
 
     def _maybe(self, where: str, number: int) -> None:
         if self.trouble == (f"die in {where}", number):
@@ -190,6 +190,6 @@ class CpuRollout(rollout_worker.RolloutWorker):
         self.engine.trouble = (what, number)
 
     def found(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
-        """Tensors, version, whether it may sample, pieces of the last push, and NCCL groups it has been in."""
+        """Tensors, version, whether it may sample, buckets of the last push, and NCCL groups it has been in."""
         engine = self.engine
-        return engine.tensors, engine.version, not self.sampler.held, engine.pieces, engine.groups
+        return engine.tensors, engine.version, not self.sampler.held, engine.buckets, engine.groups

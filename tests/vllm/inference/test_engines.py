@@ -22,7 +22,7 @@ from gkd.losses.micro_batch import collate
 from gkd.planning.memory.pools import kv_bytes, pool_memory
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample
 from tests.planning.layouts import layout_of
-from tests.weights.received import load_in_pieces
+from tests.weights.received import load_in_buckets
 
 EOS = 1
 N_TOKENS = 90  # of 96 rows; the others are padding
@@ -90,8 +90,8 @@ def requests(sampling: Sampling, n: int = 9) -> list[SampleRequest]:
     ]
 
 
-def run(engine: InferenceEngine[SampleRequest, Sample], wanted: list[SampleRequest]) -> list[Sample]:
-    for key, request in enumerate(wanted):
+def run(engine: InferenceEngine[SampleRequest, Sample], sample_requests: list[SampleRequest]) -> list[Sample]:
+    for key, request in enumerate(sample_requests):
         engine.add(key, request)
     samples: dict[int, Sample] = {}
     while engine.has_unfinished_requests():
@@ -99,10 +99,10 @@ def run(engine: InferenceEngine[SampleRequest, Sample], wanted: list[SampleReque
     return [samples[key] for key in sorted(samples)]
 
 
-def worst_difference(model: torch.nn.Module, wanted: list[SampleRequest], found: list[Sample]) -> float:
+def worst_difference(model: torch.nn.Module, sample_requests: list[SampleRequest], found: list[Sample]) -> float:
     """Largest |log p| between what the engine said of its tokens and the model's own softmax(logits / T)."""
     worst = 0.0
-    for request, finished in zip(wanted, found, strict=True):
+    for request, finished in zip(sample_requests, found, strict=True):
         prompt = request.prompt.token_ids
         ids = torch.from_numpy(finished.token_ids.astype(np.int64))
         assert np.array_equal(ids[: len(prompt)], prompt)
@@ -118,10 +118,10 @@ def worst_difference(model: torch.nn.Module, wanted: list[SampleRequest], found:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperature: float) -> None:
-    wanted = requests(Sampling(12, temperature))
-    found = run(pair[name], wanted)
-    assert len(found) == len(wanted)
-    assert worst_difference(pair["model"], wanted, found) < 2e-4
+    sample_requests = requests(Sampling(12, temperature))
+    found = run(pair[name], sample_requests)
+    assert len(found) == len(sample_requests)
+    assert worst_difference(pair["model"], sample_requests, found) < 2e-4
     for finished in found:
         ended = finished.finish_reason == "stop"
         assert ended == (finished.sampled_ids[-1] == EOS)  # the end token is part of the response
@@ -134,31 +134,31 @@ def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperatur
 def test_more_prompts_than_fit_into_one_step(pair) -> None:
     rng = np.random.default_rng(1)
     prompts = [Prompt(i, rng.integers(2, N_TOKENS, 50).astype(np.int32), "") for i in range(20)]
-    wanted = [SampleRequest(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
-    found = run(pair["vllm"], wanted)
-    assert worst_difference(pair["model"], wanted, found) < 2e-4
+    sample_requests = [SampleRequest(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
+    found = run(pair["vllm"], sample_requests)
+    assert worst_difference(pair["model"], sample_requests, found) < 2e-4
 
 
 def test_vllm_makes_an_output_of_a_request_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for every running request at every step would be twice the work of the host."""
     outputs, step = [], pair["vllm"].engine.step
     monkeypatch.setattr(pair["vllm"].engine, "step", lambda: [outputs.append(output) or output for output in step()])
-    wanted = requests(Sampling(10))
-    assert len(run(pair["vllm"], wanted)) == len(outputs) == len(wanted)
+    sample_requests = requests(Sampling(10))
+    assert len(run(pair["vllm"], sample_requests)) == len(outputs) == len(sample_requests)
 
 
 def test_both_engines_decode_greedily_to_the_same_tokens(pair) -> None:
-    wanted = requests(Sampling(10, temperature=0.0))
-    for a, b in zip(run(pair["vllm"], wanted), run(pair["hf"], wanted), strict=True):
+    sample_requests = requests(Sampling(10, temperature=0.0))
+    for a, b in zip(run(pair["vllm"], sample_requests), run(pair["hf"], sample_requests), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.finish_reason == b.finish_reason
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_equal_seeds_give_equal_samples_whatever_runs_beside_them(pair, name: str) -> None:
-    wanted = requests(Sampling(12))
-    together = run(pair[name], wanted)
-    alone = [run(pair[name], [request])[0] for request in wanted]
+    sample_requests = requests(Sampling(12))
+    together = run(pair[name], sample_requests)
+    alone = [run(pair[name], [request])[0] for request in sample_requests]
     assert [f.token_ids.tolist() for f in together] == [f.token_ids.tolist() for f in alone]
 
 
@@ -210,8 +210,8 @@ def test_truncation_and_penalty_are_those_of_the_trainer(pair, name: str, how: d
     """Log-probabilities of an engine are those that the loss computes for the tokens that it sampled."""
     from gkd.losses.policy import token_logprobs
 
-    wanted = requests(Sampling(12, 0.8, **how))
-    found = run(pair[name], wanted)
+    sample_requests = requests(Sampling(12, 0.8, **how))
+    found = run(pair[name], sample_requests)
     micro = collate([ScoredSample(sample) for sample in found], None, [1.0] * len(found), [0.0] * len(found))
     rows = []
     for sample in found:
@@ -228,16 +228,16 @@ def test_truncation_and_penalty_are_those_of_the_trainer(pair, name: str, how: d
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
     """Which the engines stay: the last test of them."""
-    wanted = requests(Sampling(12))
-    run(pair[name], wanted)  # fills the prefix cache with the old weights
+    sample_requests = requests(Sampling(12))
+    run(pair[name], sample_requests)  # fills the prefix cache with the old weights
     for version, seed in ((1, 7), (2, 8)):
         pushed = make(pair["tied"], seed)
         state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
-        load_in_pieces(pair[name], state.items(), version)
-        found = run(pair[name], wanted)
+        load_in_buckets(pair[name], state.items(), version)
+        found = run(pair[name], sample_requests)
         assert {span.version for sample in found for span in sample.versions} == {version}
-        assert worst_difference(pushed, wanted, found) < 2e-4
-        assert worst_difference(pair["model"], wanted, found) > 0.1  # the old weights would not have passed
+        assert worst_difference(pushed, sample_requests, found) < 2e-4
+        assert worst_difference(pair["model"], sample_requests, found) > 0.1  # the old weights would not have passed
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])

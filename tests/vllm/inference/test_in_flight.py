@@ -14,7 +14,7 @@ import torch
 from gkd.inference.vllm_environment import environment
 from gkd.types import Sample, Sampling, VersionSpan
 from tests.vllm.inference.test_engines import N_TOKENS, make, requests, small_spec
-from tests.weights.received import load_in_pieces
+from tests.weights.received import load_in_buckets
 
 BEFORE, LENGTH, QUEUED = 7, 20, 100
 
@@ -33,17 +33,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     """Responses of which the first tokens are sampled before weights of another model are pushed, and queued ones."""
-    wanted = requests(Sampling(LENGTH))
-    for key, request in enumerate(wanted):
+    sample_requests = requests(Sampling(LENGTH))
+    for key, request in enumerate(sample_requests):
         engine.add(key, request)
     ended = {key for _ in range(BEFORE) for key, _ in engine.step()}
     queued = requests(Sampling(LENGTH), 2)
     for key, request in enumerate(queued, QUEUED):
         engine.add(key, request)
     engine.pause()
-    engine.pause()  # as the first piece does after a call by itself
+    engine.pause()  # as the first bucket does after a call by itself
     assert not engine.step()
-    load_in_pieces(engine, make(tied=False, seed=seed).state_dict().items(), version)
+    load_in_buckets(engine, make(tied=False, seed=seed).state_dict().items(), version)
     waiting = engine.engine.engine_core.engine_core.scheduler.waiting
     not_begun = [request for request in waiting if request.status.name == "WAITING"]
     assert len(not_begun) >= len(queued)
@@ -51,7 +51,7 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     found: dict[int, Sample] = {}
     while engine.has_unfinished_requests():
         found |= dict(engine.step())
-    assert len(found) == len(wanted) + len(queued) - len(ended) > 4
+    assert len(found) == len(sample_requests) + len(queued) - len(ended) > 4
     return [found[key] for key in sorted(found)]
 
 
@@ -91,7 +91,7 @@ def test_a_cache_that_vllm_does_not_reset_is_no_success(engine: Any) -> None:
     engine.add(0, requests(Sampling(LENGTH))[0])
     engine.step()
     with pytest.raises(RuntimeError, match=r"prefix cache"):
-        load_in_pieces(engine, make(tied=False, seed=3).state_dict().items(), 3)
+        load_in_buckets(engine, make(tied=False, seed=3).state_dict().items(), 3)
     while engine.has_unfinished_requests():
         engine.step()
 

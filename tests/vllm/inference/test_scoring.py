@@ -16,7 +16,7 @@ from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import FULL_VOCABULARY, Generate, Score, ScorerRefused
+from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.inference.vllm_scorer import RESULT_BYTES
 from gkd.losses.micro_batch import collate
@@ -53,16 +53,16 @@ def teacher(vllm_engine: Any) -> Iterator[ScoringClient]:
 
 def a_request(
     n_prompt: int, n_response: int, top_k: int, temperature: float = 1.0, vocabulary: int | None = None, seed: int = 0
-) -> Score:
+) -> ScoreRequest:
     ids = np.random.default_rng(seed).integers(
         0, min(vocabulary or VLLM_VOCABULARY, VLLM_VOCABULARY), n_prompt + n_response
     )
     ids = ids.astype(np.int32)
-    return Score(ids, ((n_prompt, len(ids)),), top_k, temperature, vocabulary)
+    return ScoreRequest(ids, ((n_prompt, len(ids)),), top_k, temperature, vocabulary)
 
 
-def check(request: Score, target: Target, reference: Any) -> None:
-    """The target is log_softmax(logits / T) of the reference at the wanted positions, to 1e-4."""
+def check(request: ScoreRequest, target: Target, reference: Any) -> None:
+    """The target is log_softmax(logits / T) of the reference at the requested positions, to 1e-4."""
     positions = np.concatenate([np.arange(start, stop) for start, stop in request.spans])
     tokens = torch.tensor(request.token_ids.astype(np.int64))
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_both_engines_answer_alike(teacher: ScoringClient, tiny_llama: Path) -> 
     engine = TorchScorer(EngineSpec("teacher", str(tiny_llama), info, Teacher(engine="torch"), "cpu", "float32"))
     kinds = [(0, 1.0, None), (1, 0.7, None), (8, 1.0, 90), (FULL_VOCABULARY, 2.0, None)]
     scores = [a_request(3 + 5 * i, 30 + i, *kind, seed=i) for i, kind in enumerate(kinds * 2)]
-    requests = [*scores, *(Generate(score.token_ids[:9], 12) for score in scores)]
+    requests = [*scores, *(GenerateRequest(score.token_ids[:9], 12) for score in scores)]
     for key, request in enumerate(requests):
         engine.add(key, request)
     own: dict[int, Any] = {}
@@ -176,7 +176,7 @@ def test_a_long_prompt_is_computed_once_for_its_samples(
 
     monkeypatch.setattr(vllm_engine.llm_engine, "step", stepped)
 
-    def scored(request: Score) -> list[int]:
+    def scored(request: ScoreRequest) -> list[int]:
         cached.clear()
         vllm_engine.add(0, request)
         while vllm_engine.has_unfinished_requests():
@@ -186,10 +186,10 @@ def test_a_long_prompt_is_computed_once_for_its_samples(
 
     prompt = a_request(90, 1, 0, seed=50).token_ids[:90]
     samples = [np.concatenate([prompt, a_request(30, 1, 0, seed=60 + i).token_ids[:30]]) for i in range(3)]
-    requests = [Score(ids, ((90, 120),), 8, t) for ids, t in zip(samples, (1.0, 0.7, 0.7), strict=True)]
+    requests = [ScoreRequest(ids, ((90, 120),), 8, t) for ids, t in zip(samples, (1.0, 0.7, 0.7), strict=True)]
     assert [scored(request) for request in requests] == [[0], [64], [64]]  # two blocks
     assert scored(requests[0]) == [96, 0]
-    short = Score(samples[1], ((40, 120),), 8)  # most of it is response, of which samples often begin alike
+    short = ScoreRequest(samples[1], ((40, 120),), 8)  # most of it is response, of which samples often begin alike
     assert scored(short) == [0]
 
 
@@ -207,7 +207,7 @@ def test_a_trajectory_of_three_turns_is_scored_and_trained_on_where_the_student_
     rng = np.random.default_rng(0)
     several = a_sample(rng, 8, ((8, 20), (26, 27), (31, CHUNK + 9)))
     samples = [a_sample(rng, 3, ((3, 14),)), several, a_sample(rng, 5, ((5, 6),))]
-    requests = [Score(sample.token_ids, sample.spans, FULL_VOCABULARY) for sample in samples]
+    requests = [ScoreRequest(sample.token_ids, sample.spans, FULL_VOCABULARY) for sample in samples]
     targets = [teacher.submit(request).result(30) for request in requests]
     for request, target in zip(requests, targets, strict=True):
         check(request, target, reference)
@@ -263,14 +263,14 @@ def other_llama(config: Any) -> Any:
     ("request_", "code"),
     [
         (a_request(100, VLLM_LENGTH - 99, 1), "too_long"),
-        (Score(np.array([1, VLLM_VOCABULARY], np.int32), ((1, 2),), 1), "out_of_vocabulary"),
-        (Score(np.array([-5, 1], np.int32), ((1, 2),), 1), "out_of_vocabulary"),
+        (ScoreRequest(np.array([1, VLLM_VOCABULARY], np.int32), ((1, 2),), 1), "out_of_vocabulary"),
+        (ScoreRequest(np.array([-5, 1], np.int32), ((1, 2),), 1), "out_of_vocabulary"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_and_the_server_lives_on(
-    teacher: ScoringClient, reference: Any, request_: Score, code: str
+    teacher: ScoringClient, reference: Any, request_: ScoreRequest, code: str
 ) -> None:
-    with pytest.raises(ScorerRefused) as refused:
+    with pytest.raises(ScorerRejected) as refused:
         teacher.submit(request_).result(30)
     assert refused.value.code == code
     check(a_request(3, 5, 4), teacher.submit(a_request(3, 5, 4)).result(30), reference)
@@ -280,15 +280,15 @@ def test_generation_is_transformers_greedy(teacher: ScoringClient, reference: An
     """Also while others are scored at another temperature, and past prompts that end early."""
     scored = [teacher.submit(a_request(5, 30, 4, 0.5, seed=i)) for i in range(8)]
     prompts = [a_request(2 + i, 1, 0, seed=100 + i).token_ids for i in range(12)]
-    futures = [teacher.submit(Generate(prompt, 40)) for prompt in prompts]
+    futures = [teacher.submit(GenerateRequest(prompt, 40)) for prompt in prompts]
     lengths = set()
     for prompt, future in zip(prompts, futures, strict=True):
         ids = torch.tensor(prompt.astype(np.int64))[None]
         settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
         with torch.no_grad():
-            wanted = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :]
-        np.testing.assert_array_equal(future.result(30), wanted.numpy())
-        lengths.add(len(wanted))
+            expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :]
+        np.testing.assert_array_equal(future.result(30), expected.numpy())
+        lengths.add(len(expected))
     assert all(f.result(30) for f in scored)
     assert len(lengths) > 1 and 40 in lengths, "some end by themselves and some do not"
 

@@ -11,7 +11,7 @@ import pytest
 from gkd.config import Teacher, load
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, Span
+from gkd.inference.engine import EngineSpec, NodeSpan
 from gkd.rollout.worker import RolloutWorker, rollout_follower
 from gkd.scoring.address import Key
 from gkd.scoring.worker import ScorerSpec, TokenScorerWorker, token_scorer_follower
@@ -58,7 +58,7 @@ def test_leader_and_follower_ask_vllm_for_the_same(
     leader, follower, arguments = ends(str(tmp_path))
     for node_rank, start in enumerate((leader, follower)):
         with pytest.raises((RuntimeError, RunFailed), match="was all"):
-            start(*arguments, Span(2, node_rank, "127.0.0.1", 29500))
+            start(*arguments, NodeSpan(2, node_rank, "127.0.0.1", 29500))
     (leading, leads_as), (following, follows_as) = seen
     assert leads_as == follows_as
     assert leading["nnodes"] == 2

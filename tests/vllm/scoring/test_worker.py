@@ -11,7 +11,7 @@ import pytest
 
 from gkd.config import Teacher
 from gkd.errors import RunFailed
-from gkd.inference.requests import Score, ScorerUnavailable
+from gkd.inference.requests import ScoreRequest, ScorerUnavailable
 from gkd.scoring.address import Key
 from gkd.scoring.client import ScoringClient
 from tests.vllm.conftest import VLLM_LENGTH
@@ -39,7 +39,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
         def has_lost_process(self) -> bool:
             return False
 
-        def add(self, key: int, request: Score) -> None:
+        def add(self, key: int, request: ScoreRequest) -> None:
             if self.broken:
                 raise MemoryError("no room")
             vllm_engine.add(key, request)
@@ -63,10 +63,10 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     thread.start()
     client = ScoringClient([worker.address()], "hash", 3, key=key, max_attempts=1)
     client.connect(30)
-    assert client.submit(Score(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20).ids.shape == (2, 3)
+    assert client.submit(ScoreRequest(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20).ids.shape == (2, 3)
     worker._engine.broken = True
     with pytest.raises(ScorerUnavailable):
-        client.submit(Score(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20)
+        client.submit(ScoreRequest(np.array([5, 7, 8], np.int32), ((1, 3),), 3)).result(20)
     client.close()
     thread.join(30)
     assert not thread.is_alive() and closed == [True]

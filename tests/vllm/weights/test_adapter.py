@@ -15,32 +15,34 @@ from gkd.config import Lora
 from gkd.inference.vllm_environment import environment
 from gkd.types import Sampling
 from tests.vllm.inference.test_engines import make, requests, run, small_spec, worst_difference
-from tests.weights.received import load_in_pieces
+from tests.weights.received import load_in_buckets
 
 
 def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path) -> None:
-    """Of a rank that vLLM has no room of exactly, in several pieces; before the first push and after two."""
+    """Of a rank that vLLM has no room of exactly, in several buckets; before the first push and after two."""
     os.environ.update(environment("cpu", []))
     from gkd.inference.vllm_sampler import VLLMSampler
 
-    model, lora, wanted = make(tied=False, seed=0), Lora(r=4, alpha=12.0), requests(Sampling(12))
+    model, lora, sample_requests = make(tied=False, seed=0), Lora(r=4, alpha=12.0), requests(Sampling(12))
     model.save_pretrained(tmp_path)
     engine: Any = VLLMSampler(replace(small_spec(str(tmp_path)), lora=lora))
     add_adapter(model, lora)
-    assert worst_difference(model, wanted, run(engine, wanted)) < 1e-4  # a new adapter changes nothing
-    plain = [sample.token_ids.tolist() for sample in run(engine, wanted)]
+    assert (
+        worst_difference(model, sample_requests, run(engine, sample_requests)) < 1e-4
+    )  # a new adapter changes nothing
+    plain = [sample.token_ids.tolist() for sample in run(engine, sample_requests)]
     for version in (1, 2):
         torch.manual_seed(version)
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 parameter.data = 0.3 * torch.randn_like(parameter)
         adapter = {name_in_peft(name): t for name, t in model.state_dict().items() if is_adapter(name)}
-        assert sum(t.nbytes for t in adapter.values()) > 20_000  # more than one piece
-        load_in_pieces(engine, adapter.items(), version)
-        samples = run(engine, wanted)
-        assert worst_difference(model, wanted, samples) < 1e-4
+        assert sum(t.nbytes for t in adapter.values()) > 20_000  # more than one bucket
+        load_in_buckets(engine, adapter.items(), version)
+        samples = run(engine, sample_requests)
+        assert worst_difference(model, sample_requests, samples) < 1e-4
         assert [sample.token_ids.tolist() for sample in samples] != plain
         assert {span.version for sample in samples for span in sample.versions} == {version}
     with pytest.raises(ValueError, match="target modules"):
-        load_in_pieces(engine, {"base_model.model.model.nothing.lora_A.weight": torch.ones(4, 8)}.items(), 3)
+        load_in_buckets(engine, {"base_model.model.model.nothing.lora_A.weight": torch.ones(4, 8)}.items(), 3)
     engine.close()

@@ -23,7 +23,7 @@ from gkd.inference.vllm_models import find_cpu_obstacle, find_obstacle
 from gkd.types import Sampling
 from tests.families import FAMILIES, STATEFUL, make
 from tests.vllm.inference.test_engines import requests, run, small_spec, worst_difference
-from tests.weights.received import load_in_pieces
+from tests.weights.received import load_in_buckets
 
 MECHANISMS = {
     "gemma2": "a tied head, soft caps",
@@ -97,18 +97,20 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
     if find_obstacle(models[0].config) or find_cpu_obstacle(models[0].config):
         pytest.skip("refused before it is started")
     pushes = [sent(tmp_path / "0", model.state_dict()) for model in models]
-    wanted = requests(Sampling(12))
+    sample_requests = requests(Sampling(12))
     if family in OWN_WAY:
-        new = run(started(tmp_path / "2", family in STATEFUL), wanted)
+        new = run(started(tmp_path / "2", family in STATEFUL), sample_requests)
         started.end()
     engine = started(tmp_path / "0", family in STATEFUL)
-    run(engine, wanted)
+    run(engine, sample_requests)
     for version in (1, 2):
-        load_in_pieces(engine, pushes[version].items(), version)
-        found = run(engine, wanted)
+        load_in_buckets(engine, pushes[version].items(), version)
+        found = run(engine, sample_requests)
         if family not in OWN_WAY:
-            assert worst_difference(models[version], wanted, found) < 2e-4
-        assert worst_difference(models[version - 1], wanted, found) > 0.1  # the old weights would not have passed
+            assert worst_difference(models[version], sample_requests, found) < 2e-4
+        assert (
+            worst_difference(models[version - 1], sample_requests, found) > 0.1
+        )  # the old weights would not have passed
     if family in OWN_WAY:
         for a, b in zip(new, found, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()

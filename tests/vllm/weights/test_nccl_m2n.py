@@ -79,8 +79,8 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
         actor_group, rollout = ActorGroup(actor, config, paths[1], lambda: actor), RolloutGroup(engines, config)
         actor_group.load()
         sync = WeightSync(actor_group, rollout, engines.reports, config)
-        wanted = requests(Sampling(12))
-        rollout.sample(wanted, 120)  # fills the prefix cache with the old weights
+        sample_requests = requests(Sampling(12))
+        rollout.sample(sample_requests, 120)  # fills the prefix cache with the old weights
         passes = progress(rollout)
         in_flight, deadline = rollout.submit(requests(Sampling(40), 20)), time.monotonic() + 60
         while not all(now > before for (before, _), (now, _) in zip(passes, progress(rollout), strict=True)):
@@ -93,17 +93,17 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
                 assert {span.version for sample in samples for span in sample.versions} == {0, 1}
                 require_logprobs_of_versions([make(False, 0), trained], samples)
             if version < 3:
-                finished = rollout.sample(wanted, 120)
+                finished = rollout.sample(sample_requests, 120)
                 samples = [scored.sample for scored in rollout.fetch(finished)]
                 assert {span.version for sample in samples for span in sample.versions} == {version}
-                assert worst_difference(trained, wanted, samples) < 2e-3
-                assert worst_difference(make(False, 0), wanted, samples) > 0.1
+                assert worst_difference(trained, sample_requests, samples) < 2e-3
+                assert worst_difference(make(False, 0), sample_requests, samples) > 0.1
         joined = rollout.group.control("joined", timeout_s=30)
         layers = SHAPE["num_hidden_layers"]  # what follows attention, and the MLP's last: the others vLLM fuses
         assert joined == [([(2, 4)], [2 * layers]), ([(3, 4), (2, 3)], [2 * layers] * 2)]
         engines.select([1]).control("end_after", 5, timeout_s=30)
         actor_group.version = 4
-        with pytest.raises(RunFailed, match=r"rollout rank 1 .* died: .*piece 3 .*version 4"):
+        with pytest.raises(RunFailed, match=r"rollout rank 1 .* died: .*bucket 3 .*version 4"):
             sync.push()
     finally:
         for worker in (*actor.workers, *engines.workers):

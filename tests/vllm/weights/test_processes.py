@@ -99,16 +99,16 @@ def test_the_engine_samples_from_the_actors_weights(
         actor_group, rollout = ActorGroup(actor, config, paths[1], lambda: actor), RolloutGroup(engine, config)
         actor_group.load()
         sync = WeightSync(actor_group, rollout, engine.reports, config)
-        wanted = requests(Sampling(12))
-        rollout.sample(wanted, 120)  # fills the prefix cache with the old weights
+        sample_requests = requests(Sampling(12))
+        rollout.sample(sample_requests, 120)  # fills the prefix cache with the old weights
         for version in (1, 2):  # a second one finds nothing in the way of the first
             actor_group.version = version
             sync.push()
-            finished = rollout.sample(wanted, 120)
+            finished = rollout.sample(sample_requests, 120)
             samples = [scored.sample for scored in rollout.fetch(finished)]
             assert {span.version for sample in samples for span in sample.versions} == {version}
-            assert worst_difference(trained, wanted, samples) < 2e-3
-            assert worst_difference(make(tied, 0), wanted, samples) > 0.1
+            assert worst_difference(trained, sample_requests, samples) < 2e-3
+            assert worst_difference(make(tied, 0), sample_requests, samples) > 0.1
     finally:
         for group in (actor, engine):
             ray.kill(group.workers[0])

@@ -17,7 +17,7 @@ from gkd.errors import RunFailed
 from gkd.weights.delivery import Destination, Push
 from gkd.weights.shard_publishing import ShardPublisher
 from gkd.weights.shards import FilePart, ShardCall, ShardSource
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 
 NAMES = ["embed.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "norm.weight", "head.weight"]
 SHAPE = (4, 6)
@@ -43,12 +43,12 @@ class Line:
     destinations: list[Destination]
     fails: str = ""
     push: Push = field(default_factory=lambda: Push(1, 5, 20.0))
-    pieces: list[Piece] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
     lost: dict[int, Exception] = field(default_factory=dict)
 
-    def send(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        if piece.contents[0].verb == self.fails:
+    def send(self, bucket: Bucket) -> None:
+        self.buckets.append(bucket)
+        if bucket.contents[0].verb == self.fails:
             self.lost[2] = RuntimeError("out of memory")
 
     def make_room(self, n: int) -> None:
@@ -56,7 +56,7 @@ class Line:
 
     @property
     def calls(self) -> list[ShardCall]:
-        return [piece.contents[0] for piece in self.pieces]
+        return [bucket.contents[0] for bucket in self.buckets]
 
 
 def line(*engines: int, fails: str = "") -> Line:
@@ -110,7 +110,9 @@ def test_engines_that_fetch_are_called_in_order_and_told_where(read: list[list[s
     assert [[call.verb for call in its.calls] for its in (both, one, again)] == [
         ["init", "start", "update", "finish"], ["init", "start", "update", "finish"], ["start", "update", "finish"],
     ]  # fmt: skip
-    assert [(piece.version, piece.number, piece.last) for piece in both.pieces] == [(5, i, i == 3) for i in range(4)]
+    assert [(bucket.version, bucket.number, bucket.last) for bucket in both.buckets] == [
+        (5, i, i == 3) for i in range(4)
+    ]
     info = ShardedRDTWeightTransferInitInfo(**both.calls[0].info | both.calls[0].place_of(2))
     assert (info.names, info.group_lens) == (NAMES, [1, 2, 2, 2])
     assert set(info.dtype_names) == {"float32"} and info.shapes == [list(SHAPE)] * len(NAMES)
@@ -125,7 +127,7 @@ def test_engines_that_fetch_are_called_in_order_and_told_where(read: list[list[s
 @pytest.mark.parametrize("verb", ["init", "start", "update", "finish"])
 def test_an_engine_that_fails_ends_the_push_and_is_named(read: list[list[str]], verb: str) -> None:
     publisher = ShardPublisher(Weights(transfer="sharded_rdt"), Source(), span=1)
-    with pytest.raises(RunFailed, match=rf"weights version 5, piece .: engine 2 .*\b{verb}\b.*: .*of memory"):
+    with pytest.raises(RunFailed, match=rf"weights version 5, bucket .: engine 2 .*\b{verb}\b.*: .*of memory"):
         publisher.send(line(0, 2, fails=verb))  # type: ignore[arg-type]
 
 

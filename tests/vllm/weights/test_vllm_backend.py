@@ -1,4 +1,4 @@
-"""vLLM loads packed pieces: the real engine on a CPU, where the bytes are handed over instead of fetched by CUDA."""
+"""vLLM loads packed buckets: the real engine on a CPU, where the bytes are handed over instead of fetched by CUDA."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from gkd.errors import RunFailed
 from gkd.inference.vllm_environment import environment
 from gkd.types import Sampling
 from gkd.weights import nccl
-from gkd.weights.packing import buckets
+from gkd.weights.packing import split_into_buckets
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Piece
+from gkd.weights.transfer import Bucket
 from tests.vllm.inference.test_engines import make, requests, run, small_spec, worst_difference
 
 COPY = "tests.ray.weights.wire:CopyIpc"
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gkd.weights.publishing.buckets", lambda tensors, _: buckets(tensors, 20_000))
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "gkd.weights.publishing.split_into_buckets", lambda tensors, _: split_into_buckets(tensors, 20_000)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,46 +46,46 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     found.close()
 
 
-def pieces(model: nn.Module, version: int, transfer: str) -> Iterator[Piece]:
+def buckets(model: nn.Module, version: int, transfer: str) -> Iterator[Bucket]:
     settings = Weights(transfer=transfer, bucket_mb=1, checksum=True)
     state = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}  # tied
     publisher = Publisher(settings, torch.device("cpu"), lambda: iter(state.items()))
     for number in itertools.count():
-        piece = publisher.pack(version, number, packs=True)
-        yield piece
-        if piece.last:
+        bucket = publisher.pack(version, number, packs=True)
+        yield bucket
+        if bucket.last:
             return
 
 
 @pytest.mark.parametrize("engine", [COPY], indirect=True)
-def test_the_engine_becomes_the_pushed_model_piece_by_piece(engine: Any) -> None:
-    wanted = requests(Sampling(12))
-    run(engine, wanted)  # fills the prefix cache with the old weights
+def test_the_engine_becomes_the_pushed_model_bucket_by_bucket(engine: Any) -> None:
+    sample_requests = requests(Sampling(12))
+    run(engine, sample_requests)  # fills the prefix cache with the old weights
     for version, seed in ((1, 7), (2, 8)):
         pushed, count = make(True, seed), 0
-        for piece in pieces(pushed, version, COPY):
-            engine.receive_weights(piece)
+        for bucket in buckets(pushed, version, COPY):
+            engine.receive_weights(bucket)
             count += 1
         assert count > 3
         assert engine.llm.get_weight_version() == str(version)
-        found = run(engine, wanted)
-        assert worst_difference(pushed, wanted, found) < 2e-4
-        assert worst_difference(make(True, 0), wanted, found) > 0.1
+        found = run(engine, sample_requests)
+        assert worst_difference(pushed, sample_requests, found) < 2e-4
+        assert worst_difference(make(True, 0), sample_requests, found) > 0.1
 
 
 @pytest.mark.parametrize("engine", [COPY], indirect=True)
-def test_a_damaged_piece_is_not_loaded(engine: Any) -> None:
-    piece = next(pieces(make(True, 9), 3, COPY))
-    piece.contents[0].handle[0][5] ^= 1
-    with pytest.raises(RunFailed, match=r"weights version 3, piece 1 differs"):
-        engine.receive_weights(piece)
+def test_a_damaged_bucket_is_not_loaded(engine: Any) -> None:
+    bucket = next(buckets(make(True, 9), 3, COPY))
+    bucket.contents[0].handle[0][5] ^= 1
+    with pytest.raises(RunFailed, match=r"weights version 3, bucket 1 differs"):
+        engine.receive_weights(bucket)
 
 
 @pytest.mark.parametrize("engine", ["nccl"], indirect=True)
 def test_by_nccl_an_engine_needs_the_group_and_asks_vllm_for_it(engine: Any) -> None:
     """As far as a CPU goes: vLLM takes the id, and fails where it would load NCCL."""
-    with pytest.raises(RunFailed, match=r"weights version 3, piece 1: .*NCCL group"):
-        engine.receive_weights(next(pieces(make(True, 9), 3, "nccl")))
+    with pytest.raises(RunFailed, match=r"weights version 3, bucket 1: .*NCCL group"):
+        engine.receive_weights(next(buckets(make(True, 9), 3, "nccl")))
     with pytest.raises(ValueError, match=r"128 bytes, got 3"):
         engine.join(base64.b64encode(b"abc").decode(), 1, 2)
     if torch.version.cuda is None:

@@ -53,10 +53,10 @@ def test_what_is_copied_arrives(order: str) -> None:
     for factor in (1, 2):  # a second push finds what the first one left
         layerwise.initialize_layerwise_reload(model)
         direct = DirectCopies(model)
-        for number, piece in enumerate(ORDERS[order]):
+        for number, bucket in enumerate(ORDERS[order]):
             assert layer.experts.is_meta, "it was processed before it had all of its weights"
             with direct:
-                layer.load_weights([(name, factor * weight) for name, weight in piece])
+                layer.load_weights([(name, factor * weight) for name, weight in bucket])
             direct.process(whole=False)
             complete = number == len(ORDERS[order]) - 1 and order != "the copy alone"
             assert layer.experts.is_meta != complete

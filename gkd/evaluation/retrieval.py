@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from gkd.config.base import Settings
-from gkd.evaluation.strategies import Answer, Ask, Columns
+from gkd.evaluation.strategies import Answer, Columns, GenerateFn
 
 MORE = re.compile(r"\W*MORE\b\W*")
 """How a reply begins that wants to look further."""
 
 
-class Looking:
+class Retrieval:
     """What both strategies share: the passages of a row, and a question together with what was seen."""
 
     class Config(Settings):
@@ -45,37 +45,37 @@ class Looking:
         return f"{question}{notes}\n\n{task}"
 
 
-class Adaptive(Looking):
+class AdaptiveRetrieval(Retrieval):
     """At each step the model decides whether to look further or to answer, at most ``k`` times."""
 
-    async def __call__(self, ask: Ask, row: Columns) -> Answer:
+    async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; ``iterations`` counts how often the model was asked."""
         passages, seen, cost = self._passages(row), list[str](), 0
         most = self.config.k if passages is None else min(self.config.k, len(passages))
         further = "think further, then your next thought" if passages is None else "another passage, and nothing else"
         for step in range(most):
             task = f"Reply with the answer, or with MORE if you need {further}."
-            reply = await ask(self._prompt(ask.question, seen, task))
+            reply = await generate(self._prompt(generate.question, seen, task))
             cost += reply.n_tokens
             request = MORE.match(reply.text)
             if request is None:
                 return Answer(reply.text, cost, step + 1)
             seen.append(reply.text[request.end() :] if passages is None else passages[step])
-        reply = await ask(self._prompt(ask.question, seen, "Reply with the answer."))
+        reply = await generate(self._prompt(generate.question, seen, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, most + 1)
 
 
-class FixedK(Looking):
+class FixedRetrieval(Retrieval):
     """Takes ``k`` steps, each with a note of the model on what it looks at, and then answers."""
 
-    async def __call__(self, ask: Ask, row: Columns) -> Answer:
+    async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; ``iterations`` counts how often the model was asked."""
         passages, seen, cost = self._passages(row), list[str](), 0
         for step in range(self.config.k):
             passage = [] if passages is None or step >= len(passages) else [passages[step]]
             task = "Note in a sentence what helps with the answer." if passage else "Think one step further."
-            reply = await ask(self._prompt(ask.question, [*seen, *passage], task))
+            reply = await generate(self._prompt(generate.question, [*seen, *passage], task))
             cost += reply.n_tokens
             seen += [*passage, reply.text]
-        reply = await ask(self._prompt(ask.question, seen, "Reply with the answer."))
+        reply = await generate(self._prompt(generate.question, seen, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, self.config.k + 1)

@@ -1,6 +1,6 @@
 """Clients that want too much: what they get is bounded, and the others are served meanwhile.
 
-The servers are processes of their own, so that their memory can be measured; their bounds are small, and the attacks
+The servers are processes of their own, so that their memory can be measured; their limits are small, and the attacks
 in proportion.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.inference.requests import Refused, Score
+from gkd.inference.requests import RequestRejected, ScoreRequest
 from gkd.scoring import wire
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.clients import Clients, QueuedRequest
-from gkd.scoring.connections import Bounds, Connection
+from gkd.scoring.connections import ClientLimits, Connection
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import TableEngine, expected
 
@@ -41,8 +41,8 @@ def served_for(client: ScoringClient, seconds: float) -> None:
 
 
 def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: Connect, dealer: Any) -> None:
-    bounds = Bounds(unread_bytes=MIB, unread_s=1.0)
-    running = serve(TableEngine(max_length=20_000), bounds=bounds)
+    client_limits = ClientLimits(unread_bytes=MIB, unread_s=1.0)
+    running = serve(TableEngine(max_length=20_000), client_limits=client_limits)
     attacker = dealer(running.server.address, rcvhwm=1, rcvbuf=4096)
     for id in range(10):
         attacker.send(wire.encode_request(id, 60.0, a_score(top_k=32, n_prompt=1, n_response=19_000)))
@@ -51,7 +51,9 @@ def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: 
 
 
 def test_answers_larger_than_the_bound_come_one_after_the_other(serve: Serve, connect: Connect) -> None:
-    running = serve(TableEngine(max_length=20_000), bounds=Bounds(unread_bytes=MIB, unread_bytes_in_all=MIB))
+    running = serve(
+        TableEngine(max_length=20_000), client_limits=ClientLimits(unread_bytes=MIB, unread_bytes_in_all=MIB)
+    )
     client = connect(running.server.address, request_timeout_s=30.0, top_k=32, max_length=20_000)
     requests = [a_score(i, 32, 1, 9_000) for i in range(6)]
     for request, future in [(r, client.submit(r)) for r in requests]:
@@ -63,7 +65,7 @@ def test_a_kernel_that_counts_no_bytes_costs_no_client_its_connection(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Connection, "_counter", lambda connection, offset: 0)
-    running = serve(bounds=Bounds(unread_s=0.3, unread_bytes=4096))
+    running = serve(client_limits=ClientLimits(unread_s=0.3, unread_bytes=4096))
     client = connect(running.server.address, heartbeat_s=60.0, request_timeout_s=30.0)
     served_for(client, 1.5)
     assert not {name for name in running.server.counts if name.startswith("cut_")}
@@ -83,7 +85,7 @@ def test_heartbeats_that_nobody_reads_are_cut_off(serve: Serve, dealer: Any) -> 
 
 @pytest.mark.parametrize("authenticated", [True, False])
 def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any, authenticated: bool) -> None:
-    running = serve(bounds=Bounds(connections=20, greeting_s=600.0))
+    running = serve(client_limits=ClientLimits(connections=20, greeting_s=600.0))
     # It misses no heartbeat of a server that is slow: what it loses is its connection.
     early = connect(running.server.address, heartbeat_s=60.0, request_timeout_s=30.0)
     assert answers(early)
@@ -102,7 +104,7 @@ def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any,
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
 def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -> None:
-    running = serve(bounds=Bounds(greeting_s=0.5))
+    running = serve(client_limits=ClientLimits(greeting_s=0.5))
     host, port = running.server.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), 10) as peer:
         peer.sendall(greeting)
@@ -114,7 +116,7 @@ def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -
 
 
 def test_a_client_that_says_nothing_any_more_is_disconnected(serve: Serve, dealer: Any) -> None:
-    running = serve(bounds=Bounds(silent_s=0.5))
+    running = serve(client_limits=ClientLimits(silent_s=0.5))
     silent = dealer(running.server.address, reconnect_ivl=-1)
     silent.send(wire.encode(wire.Ping()))
     assert silent.recv()
@@ -135,8 +137,8 @@ def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None
 
 
 def test_a_client_with_too_much_in_the_queue_is_refused_and_retries(serve: Serve, connect: Connect) -> None:
-    bounds = Bounds(queued_bytes=20_000)
-    running = serve(TableEngine(delay_s=0.005, capacity=64), bounds=bounds)
+    client_limits = ClientLimits(queued_bytes=20_000)
+    running = serve(TableEngine(delay_s=0.005, capacity=64), client_limits=client_limits)
     client = connect(running.server.address, max_attempts=1, request_timeout_s=30.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(200)]
@@ -146,8 +148,8 @@ def test_a_client_with_too_much_in_the_queue_is_refused_and_retries(serve: Serve
 
 
 def test_where_the_queue_is_full_in_all_everyone_has_a_share(serve: Serve, dealer: Any) -> None:
-    bounds = Bounds(queued_bytes=100_000, queued_bytes_in_all=100_000)
-    running = serve(TableEngine(delay_s=1.0, capacity=1), bounds=bounds)
+    client_limits = ClientLimits(queued_bytes=100_000, queued_bytes_in_all=100_000)
+    running = serve(TableEngine(delay_s=1.0, capacity=1), client_limits=client_limits)
     first, second = dealer(running.server.address), dealer(running.server.address)
     for id in range(200):
         first.send(wire.encode_request(id, 60.0, a_score(id)))
@@ -160,7 +162,7 @@ def test_where_the_queue_is_full_in_all_everyone_has_a_share(serve: Serve, deale
 
 
 def test_where_all_together_have_too_much_in_the_queue_each_may_have_a_share() -> None:
-    clients = Clients(Bounds(queued_bytes=100, queued_bytes_in_all=120), expired=lambda job: None)
+    clients = Clients(ClientLimits(queued_bytes=100, queued_bytes_in_all=120), expired=lambda job: None)
     ids = (b"a", b"b", b"c")
     for id in ids:
         clients.add(id, connection=None)  # type: ignore[arg-type]
@@ -169,8 +171,8 @@ def test_where_all_together_have_too_much_in_the_queue_each_may_have_a_share() -
         for n in range(100):
             try:
                 clients.put(QueuedRequest(client, n, np.inf, a_score(), request_bytes=10, answer_bytes=10))
-            except Refused as refused:
-                assert refused.code == "busy"
+            except RequestRejected as rejected:
+                assert rejected.code == "busy"
                 return n
         return 100
 
@@ -180,9 +182,9 @@ def test_where_all_together_have_too_much_in_the_queue_each_may_have_a_share() -
 def test_a_request_longer_than_the_server_reads_is_refused_here(serve: Serve, connect: Connect) -> None:
     """The server would hang up on it without a word."""
     client = connect(serve().server.address)
-    with pytest.raises(Exception, match=r"50001 tokens, .*100") as refused:
-        client.submit(Score(np.ones(50_001, np.int32), ((1, 50_001),), 1)).result(10)
-    assert refused.value.code == "too_long"
+    with pytest.raises(Exception, match=r"50001 tokens, .*100") as rejected:
+        client.submit(ScoreRequest(np.ones(50_001, np.int32), ((1, 50_001),), 1)).result(10)
+    assert rejected.value.code == "too_long"
     assert answers(client) and client.counts.get("lost", 0) == 0
 
 

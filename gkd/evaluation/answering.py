@@ -16,7 +16,7 @@ from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
 
 
-class Source(Protocol):
+class ReplySource(Protocol):
     """A model that replies: engines on GPUs, or an endpoint."""
 
     @property
@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class AnswerJob:
     """One answer wanted: the ``index``-th of a question."""
 
     question: Question
@@ -42,17 +42,17 @@ class Job:
 class JobAnswer:
     """What came of a job, with all that was sampled for it. ``seconds`` as in :class:`RecordedAnswer`."""
 
-    job: Job
+    job: AnswerJob
     answer: Answer
     n_tokens: int
     truncated: bool
     seconds: float
 
 
-class Asking:
-    """What a strategy is given as ``ask`` for one job; counts what is sampled."""
+class CountingGenerate:
+    """What a strategy is given as ``generate`` for one job; counts what is sampled."""
 
-    def __init__(self, source: Source, job: Job, sampling: Sampling, seed: int) -> None:
+    def __init__(self, source: ReplySource, job: AnswerJob, sampling: Sampling, seed: int) -> None:
         self._source, self._job, self._sampling, self._seed = source, job, sampling, seed
         self._n_replies = self.n_tokens = 0
         self.truncated = False
@@ -90,7 +90,12 @@ def seed_in_set(seed: int, question: str, *place: int) -> int:
 
 
 def answer_all(
-    source: Source, jobs: Iterable[Job], strategy: Any, sampling: Sampling, seed: int, done: Callable[[JobAnswer], None]
+    source: ReplySource,
+    jobs: Iterable[AnswerJob],
+    strategy: Any,
+    sampling: Sampling,
+    seed: int,
+    done: Callable[[JobAnswer], None],
 ) -> None:
     """Answer every job with ``strategy`` and hand each answer to ``done`` as it comes.
 
@@ -102,10 +107,10 @@ def answer_all(
 
         async def work() -> None:
             for job in waiting:
-                ask = Asking(source, job, sampling, seed)
-                answer = await _answer(strategy, ask, job)
+                generate = CountingGenerate(source, job, sampling, seed)
+                answer = await _answer(strategy, generate, job)
                 now = time.monotonic()
-                done(JobAnswer(job, answer, ask.n_tokens, ask.truncated, now - last[0]))
+                done(JobAnswer(job, answer, generate.n_tokens, generate.truncated, now - last[0]))
                 last[0] = now
 
         async with asyncio.TaskGroup() as group:
@@ -130,9 +135,9 @@ def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
         thread.submit(asyncio.run, work).result()
 
 
-async def _answer(strategy: Any, ask: Asking, job: Job) -> Answer:
+async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob) -> Answer:
     try:
-        answer = await strategy(ask, job.question.row)
+        answer = await strategy(generate, job.question.row)
     except (RunFailed, ConfigError, ControlLost):
         raise
     except Exception as error:  # a user's strategy may raise anything

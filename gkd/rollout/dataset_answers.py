@@ -15,7 +15,7 @@ from gkd.rollout.columns import ScoredSamples
 from gkd.types import FinishReason, Int32, Prompt, Sample, SampleRequest, Sampling, ScoredSample, TrainingSample
 
 
-def own_answer(request: SampleRequest, answer_ids: Int32, eos_ids: Sequence[int], version: int) -> Sample:
+def make_dataset_sample(request: SampleRequest, answer_ids: Int32, eos_ids: Sequence[int], version: int) -> Sample:
     """Return the data's answer [N] to a prompt as its sample; it was cut where it has no end token.
 
     Its log-probabilities are NaN: nobody sampled it. ``version``: of the weights that it counts as sampled from.
@@ -25,7 +25,7 @@ def own_answer(request: SampleRequest, answer_ids: Int32, eos_ids: Sequence[int]
     return Sample.single_turn(request, answer_ids, unknown, version, reason)
 
 
-class OwnAnswers:
+class DatasetAnswers:
     """Takes requests as :class:`gkd.rollout.group.RolloutGroup` does, and has the data answer all of them at once.
 
     The samples' arrays go into Ray's object store, where the actor finds them as it finds those of engines.
@@ -44,16 +44,16 @@ class OwnAnswers:
             if request.prompt.answer_ids is None:
                 raise RunFailed(f"prompt {request.prompt.id} has no answer to learn from")
             keyed = replace(request, key=key)
-            self._samples[key] = own_answer(keyed, request.prompt.answer_ids, self.eos_ids, max(0, order - 1))
+            self._samples[key] = make_dataset_sample(keyed, request.prompt.answer_ids, self.eos_ids, max(0, order - 1))
         return keys
 
     def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         """Yield the samples of ``keys``; nothing is waited for, whatever ``timeout_s``."""
         yield _store([self._samples.pop(key) for key in keys])
 
-    def of_prompts(self, prompts: Sequence[Prompt]) -> list[TrainingSample]:
+    def make_samples(self, prompts: Sequence[Prompt]) -> list[TrainingSample]:
         """Return the answers to prompts that have one as samples, for validation."""
-        requests = [SampleRequest(p, 0, 0, Sampling(1), own_answer=True) for p in prompts if p.answer_ids is not None]
+        requests = [SampleRequest(p, 0, 0, Sampling(1), from_dataset=True) for p in prompts if p.answer_ids is not None]
         return [sample for samples in self.collect_in_order(self.submit(requests), 0.0) for sample in samples]
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gkd.errors import RunFailed
-from gkd.evaluation.asking import Job, JobAnswer, answer_all
+from gkd.evaluation.answering import AnswerJob, JobAnswer, answer_all
 from gkd.evaluation.questions import Question
-from gkd.evaluation.strategies import Answer, Ask, Columns, Messages, Reply, plain
+from gkd.evaluation.strategies import Answer, Columns, GenerateFn, Messages, Reply, plain
 from gkd.types import Prompt, Sampling
 
 SAMPLING = Sampling(8, 0.7)
@@ -43,22 +43,22 @@ class Echo:
             self.waiting = []
 
 
-def jobs(n: int, samples: int = 1) -> list[Job]:
+def jobs(n: int, samples: int = 1) -> list[AnswerJob]:
     questions = [
         Question(f"{i:016x}", Prompt(i, np.array([i], np.int32), f"q{i}"), {"prompt": f"q{i}"}) for i in range(n)
     ]
-    return [Job(question, index) for index in range(samples) for question in questions]
+    return [AnswerJob(question, index) for index in range(samples) for question in questions]
 
 
-def ask(source: Any, wanted: list[Job], strategy: Any = plain) -> list[JobAnswer]:
+def answer(source: Any, to_answer: list[AnswerJob], strategy: Any = plain) -> list[JobAnswer]:
     found: list[JobAnswer] = []
-    answer_all(source, wanted, strategy, SAMPLING, 0, found.append)
+    answer_all(source, to_answer, strategy, SAMPLING, 0, found.append)
     return found
 
 
 def test_every_job_is_answered_once_and_no_more_than_the_source_takes_are_under_way() -> None:
     source = Echo()
-    found = ask(source, jobs(10, samples=2))
+    found = answer(source, jobs(10, samples=2))
     assert sorted((a.job.question.key, a.job.index) for a in found) == sorted(
         (j.question.key, j.index) for j in jobs(10, 2)
     )
@@ -68,20 +68,20 @@ def test_every_job_is_answered_once_and_no_more_than_the_source_takes_are_under_
 
 def test_seeds_depend_on_the_place_alone() -> None:
     first, second = Echo(in_flight=1), Echo(in_flight=5)
-    ask(first, jobs(4, samples=2))
-    ask(second, jobs(4, samples=2)[::-1])
+    answer(first, jobs(4, samples=2))
+    answer(second, jobs(4, samples=2)[::-1])
     assert sorted(map(repr, first.seen)) == sorted(map(repr, second.seen))
     assert len({seed for *_, seed in first.seen}) == 8
 
 
 def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
-    async def twice(ask: Ask, row: Columns) -> Answer:
-        first, second = await asyncio.gather(ask(), ask(f"{row['prompt']} again", temperature=0.0))
+    async def twice(generate: GenerateFn, row: Columns) -> Answer:
+        first, second = await asyncio.gather(generate(), generate(f"{row['prompt']} again", temperature=0.0))
         await asyncio.sleep(0.01)  # something else than the model
         return Answer(second.text, first.n_tokens + second.n_tokens, 2)
 
     source = Echo(in_flight=2)
-    (found, *_) = ask(source, jobs(3), twice)
+    (found, *_) = answer(source, jobs(3), twice)
     assert found.answer == Answer("q0 again", 10, 2)
     assert found.n_tokens == 10
     assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
@@ -89,7 +89,7 @@ def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
 
 def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
     async def cell() -> list[JobAnswer]:
-        return ask(Echo(), jobs(3), plain)
+        return answer(Echo(), jobs(3), plain)
 
     assert len(asyncio.run(cell())) == 3
 
@@ -100,14 +100,14 @@ def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> 
         answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, found.append)
     assert len(found) == 3
 
-    async def broken(ask: Ask, row: Columns) -> Answer:
+    async def broken(generate: GenerateFn, row: Columns) -> Answer:
         return Answer(row["nothing"], 0)
 
     with pytest.raises(RunFailed, match=r"\bbroken .*question 1: KeyError: 'nothing'"):
-        ask(Echo(), jobs(1), broken)
+        answer(Echo(), jobs(1), broken)
 
-    async def text(ask: Ask, row: Columns) -> str:
-        return (await ask()).text
+    async def text(generate: GenerateFn, row: Columns) -> str:
+        return (await generate()).text
 
     with pytest.raises(RunFailed, match=r"\btext .*\bstr, .*gkd\.evaluation\.strategies\.Answer"):
-        ask(Echo(), jobs(1), text)
+        answer(Echo(), jobs(1), text)

@@ -1,4 +1,4 @@
-"""Bounds of a server in a process of its own."""
+"""Limits of the clients of a server in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zmq
 
 from gkd.scoring import wire
 from tests.scoring.conftest import Process, a_score
-from tests.scoring.test_bounds import MIB, Connect, answers, served_for
+from tests.scoring.test_client_limits import MIB, Connect, answers, served_for
 
 
 @pytest.fixture(scope="module")

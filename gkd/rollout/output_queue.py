@@ -10,14 +10,14 @@ from typing import TypeAlias
 
 from gkd.rollout.columns import ScoredSamples
 from gkd.rollout.slots import Slots
-from gkd.types import SampleRequest, ScoredSample, TrainingSample, UnscoredSample
+from gkd.types import GenerationNotice, SampleRequest, ScoredSample, TrainingSample
 
 GATHER_S = 0.05
 """Scored samples wait so long for others, so that the driver gets few messages."""
-Scored: TypeAlias = tuple[TrainingSample, ScoredSample]
+SampleAndArrays: TypeAlias = tuple[TrainingSample, ScoredSample]
 
 
-class Outbox:
+class OutputQueue:
     """Holds what is to be sent; :class:`gkd.rollout.stream.SampleStream` takes it in. Any thread may put.
 
     ``capacity``: the engine's slots, which decide what is announced to the driver before it is scored.
@@ -25,9 +25,9 @@ class Outbox:
 
     def __init__(self, capacity: int) -> None:
         self._slots = Slots(capacity)
-        self._items: queue.Queue[list[Scored] | UnscoredSample | BaseException] = queue.Queue()
+        self._items: queue.Queue[list[SampleAndArrays] | GenerationNotice | BaseException] = queue.Queue()
 
-    def put(self, item: list[Scored] | BaseException) -> None:
+    def put(self, item: list[SampleAndArrays] | BaseException) -> None:
         """Send scored samples, or what ends :meth:`batches`."""
         self._items.put(item)
 
@@ -41,9 +41,9 @@ class Outbox:
 
     def _announce(self, keys: Sequence[int]) -> None:
         for key in keys:
-            self._items.put(UnscoredSample(key))
+            self._items.put(GenerationNotice(key))
 
-    def batches(self) -> Iterator[list[ScoredSample] | list[TrainingSample | UnscoredSample]]:
+    def batches(self) -> Iterator[list[ScoredSample] | list[TrainingSample | GenerationNotice]]:
         """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
 
         Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
@@ -53,24 +53,24 @@ class Outbox:
         while True:
             batch = self.gather()
             arrays = ScoredSamples()
-            samples: list[TrainingSample | UnscoredSample] = []
+            samples: list[TrainingSample | GenerationNotice] = []
             for item in batch:
                 if isinstance(item, BaseException):
                     raise item
-                if isinstance(item, UnscoredSample):
+                if isinstance(item, GenerationNotice):
                     samples.append(item)
                     continue
                 samples.append(item[0])
                 arrays.append(item[1])
-            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, UnscoredSample))
+            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, GenerationNotice))
             yield arrays
             yield samples
 
-    def gather(self) -> list[Scored | UnscoredSample | BaseException]:
+    def gather(self) -> list[SampleAndArrays | GenerationNotice | BaseException]:
         """Wait for scored samples, and a moment for more of them where nobody waits for these."""
-        batch: list[Scored | UnscoredSample | BaseException] = []
+        batch: list[SampleAndArrays | GenerationNotice | BaseException] = []
         keys: set[int] = set()
-        item: list[Scored] | UnscoredSample | BaseException = self._items.get()
+        item: list[SampleAndArrays] | GenerationNotice | BaseException = self._items.get()
         end = time.monotonic() + GATHER_S
         with suppress(queue.Empty):
             while True:
