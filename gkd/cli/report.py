@@ -24,7 +24,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not 0 < options.every <= 86_400:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
-    from gkd import durable
     from gkd.observability.page.write import NAME, write_page
     from gkd.observability.run_files import RunFiles
 
@@ -33,13 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     for run in runs:
         if not run.rows:
             raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")
-    try:
-        while options.watch and not all(run.has_ended for run in runs):
-            write_page(runs, file, options.every)
-            print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
-            time.sleep(options.every)
-        write_page(runs, file)
-    except OSError as error:
-        raise ConfigError(f"{durable.reason(error, file)}: name another file with --output") from None
+    while options.watch and not all(run.has_ended for run in runs):
+        write_page(runs, file, options.every)
+        print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
+        time.sleep(options.every)
+    write_page(runs, file)
     print(f"\r{file}" if options.watch else file)
     return 0

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.compare import show_each_score
-from gkd.cli.output_dir import make_directory, require_no_run, require_writable
 from gkd.config import Config, quote, user_path
+from gkd.driver.output_dir import make_directory, require_no_run, require_writable
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals

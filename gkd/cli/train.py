@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.cli.output_dir import claim, make_output_dir, require_writable
+from gkd.driver.output_dir import claim, make_output_dir, require_writable
 from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:

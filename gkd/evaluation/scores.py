@@ -13,6 +13,7 @@ from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_a
 from gkd.rewards.accuracy import any_agreement
 from gkd.rewards.answers import last_line, last_number, stated_answer
 from gkd.rewards.comparison import is_same_answer
+from gkd.types import Prompt
 
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
@@ -29,12 +30,17 @@ class SampledAnswer:
     rewards: Mapping[str, float]
 
 
+def accuracy(response: str, prompt: Prompt) -> float:
+    """Return 1.0 for a response that gives one of the prompt's answers, else 0.0: here and in a run's validation."""
+    return any_agreement(response, prompt.answers)
+
+
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
     """Return the values of one question, by score: means over its answers, and what takes all of them together."""
     n = len(answers)
     values: dict[str, float] = {}
     if question.prompt.answers:
-        right = [any_agreement(answer.text, question.prompt.answers) for answer in answers]
+        right = [accuracy(answer.text, question.prompt) for answer in answers]
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]

@@ -14,8 +14,8 @@ from gkd.config.top_k import top_k_for_validation
 from gkd.driver.inputs.find import Inputs
 from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
+from gkd.evaluation.scores import accuracy
 from gkd.inference.requests import GenerateRequest
-from gkd.rewards.accuracy import any_agreement
 from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.engine_group import POLL_EVERY_S
 from gkd.rollout.group import RolloutGroup
@@ -143,6 +143,5 @@ class Validation:
 
     def _rate(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
         return [
-            any_agreement(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt.answers)
-            for prompt, ids in answers
+            accuracy(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt) for prompt, ids in answers
         ]

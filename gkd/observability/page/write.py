@@ -27,9 +27,12 @@ STYLES = ("uPlot.min.css", "report.css")
 def write_page(runs: Sequence[RunFiles], file: Path, refresh_s: float | None = None) -> None:
     """Write the page of one or several runs, whole or not at all; ``refresh_s``: it loads itself again so often.
 
-    Raises ConfigError for a run's file that cannot be read, OSError where the page cannot be written.
+    Raises ConfigError for a run's file that cannot be read, and where the page cannot be written.
     """
-    durable.replace(file, page(runs, refresh_s).encode("utf-8"))
+    try:
+        durable.replace(file, page(runs, refresh_s).encode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{durable.reason(error, file)}: gkd report --output names another file") from None
 
 
 def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
@@ -79,10 +82,8 @@ def write_at_end(output: Path) -> Path | None:
         return None
     try:
         write_page([RunFiles(output)], output / NAME)
-    except (ConfigError, OSError) as error:
-        log.warning(
-            "%s could not be written: %s", NAME, error if isinstance(error, ConfigError) else durable.reason(error)
-        )
+    except ConfigError as error:
+        log.warning("%s could not be written: %s", NAME, error)
     except Exception as error:  # such as a file that somebody else has changed
         log.warning("%s could not be written: %s: %s", NAME, type(error).__name__, one_line(error))
     else:
