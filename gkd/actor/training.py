@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.batches import Metrics, pack
+from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_failure_text, is_compile_failure
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.mismatch import compute_means, split_by_age, stale_tokens
@@ -29,7 +30,6 @@ from gkd.cluster.workers.activity import record_activity
 from gkd.cluster.workers.group import fetch_samples
 from gkd.config import Algorithm, Config
 from gkd.errors import OutOfMemory, RunFailed, UpdateFailed, one_line
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets, send
 from gkd.types import ScoredSample, TrainingSample, seed_of

@@ -7,6 +7,9 @@ from typing import Any
 
 from gkd.errors import ConfigError, one_line
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of a layer's experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -75,3 +78,9 @@ def _is_stateful(text: Any) -> bool:
     stateless = {"moe", "mlp"}
     kinds = set(getattr(text, "layer_types", None) or ()) - stateless
     return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
+
+
+def has_experts(config: Any) -> bool:
+    """Return whether a model's feed-forward parts are mixtures of experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in EXPERTS)

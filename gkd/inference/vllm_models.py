@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.config.hints import nearest
+from gkd.data.model_info import has_experts
 from gkd.errors import ConfigError
 from gkd.inference.vllm_environment import installed_device
-from gkd.modeling.architecture import can_pack, class_of, has_experts, has_plain_attention
+from gkd.modeling.architecture import can_pack, class_of, has_plain_attention
 
 if TYPE_CHECKING:
     from gkd.config import Scorer

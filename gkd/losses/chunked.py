@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gkd.losses.divergence import block_rows
+from gkd.losses.divergence import Divergence
 from gkd.losses.head_gradients import head_pass
 
 Values = dict[str, Tensor]
@@ -116,7 +116,7 @@ def _chunks(hidden: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _blocks(logits: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
-    rows = block_rows(logits.shape[-1], logits.device.type == "cpu")
+    rows = Divergence.block_rows(logits.shape[-1], logits.device.type == "cpu")
     starts = range(start, start + max(len(logits), 1), rows)
     return zip(starts, torch.split(logits, rows), strict=True)
 

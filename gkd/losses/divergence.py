@@ -41,11 +41,16 @@ class Divergence(ABC):
     """Updates that samples may be behind before it is known to lose accuracy; None: not known of any."""
 
     logit_copies: ClassVar[int] = 14
-    """Float32 tensors [b, V] that are alive at the worst moment of a block of b positions (:func:`block_rows`), where
+    """Float32 tensors [b, V] that are alive at the worst moment of a block of b positions (:meth:`block_rows`), where
     the whole vocabulary is compared; the default is what some ten operations under autograd have."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @staticmethod
+    def block_rows(vocabulary: int, on_cpu: bool) -> int:
+        """Return how many positions' logits are worked on at a time, whatever else is computed from them."""
+        return max(1, (BLOCK_CPU if on_cpu else BLOCK_GPU) // max(1, vocabulary))
 
     @abstractmethod
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -68,8 +73,3 @@ def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 def sampled_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Estimate KL(Q||P) at N positions by log q(y) - log p(y) of the tokens y ~ Q sampled there, [N], detached."""
     return (log_q - log_p.clamp(min=MIN_LOGPROB)).detach()
-
-
-def block_rows(vocabulary: int, on_cpu: bool) -> int:
-    """Return how many positions' logits a loss works on at a time."""
-    return max(1, (BLOCK_CPU if on_cpu else BLOCK_GPU) // max(1, vocabulary))

@@ -1,11 +1,8 @@
-"""What a model's configuration states of its attention and experts. Imports no torch: engines are chosen without."""
+"""What a model's configuration states of its attention. Imports no torch: engines are chosen without."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of a layer's experts."""
 
 
 def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
@@ -18,12 +15,6 @@ def has_plain_attention(config: Any) -> bool:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
-
-
-def has_experts(config: Any) -> bool:
-    """Return whether its feed-forward parts are mixtures of experts."""
-    text = config.get_text_config()
-    return any(getattr(text, name, None) for name in EXPERTS)
 
 
 def class_of(config: Any) -> Any:

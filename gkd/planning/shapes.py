@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gkd.config import user_path
+from gkd.data.model_info import EXPERTS
 from gkd.errors import ConfigError
-from gkd.modeling.architecture import EXPERTS
 
 Norm = Literal["rms", "gemma", "layer"]
 Mlp = Literal["gated", "gelu_new", "gelu"]

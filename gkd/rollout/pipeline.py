@@ -18,10 +18,9 @@ from gkd.inference.requests import RateRequest, ScoreRequest
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, require_finite
-from gkd.rewards.reward_model import tokens_of
 from gkd.rollout.output_queue import SampleAndArrays
 from gkd.scoring.client import ScoringClient
-from gkd.types import Int32, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
+from gkd.types import Int32, Prompt, Sample, ScoredSample, Spans, Target, TrainingSample, teacher_of
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +149,7 @@ class ScoringPipeline:
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
             after_prompt = sample.token_ids[len(prompt.token_ids) :]
-            rate = RateRequest(tokens_of(prompt, after_prompt, response, *self._reward_tokenizer))
+            rate = RateRequest(reward_model_ids(prompt, after_prompt, response, *self._reward_tokenizer))
             for name in self._config.reward.functions_scored_by("reward_model"):
                 pending.rewards[name] = self._rate(rate)
         pending.completion = Completion(
@@ -210,6 +209,23 @@ def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:
     shift = len(prompt_ids) - n_prompt
     ids = np.concatenate([prompt_ids, sample.token_ids[n_prompt:]])
     return ids, tuple((start + shift, stop + shift) for start, stop in sample.spans)
+
+
+def reward_model_ids(prompt: Prompt, response_ids: Int32, response: str, tokenizer: Any, same_tokenizer: bool) -> Int32:
+    """Return what the reward model reads: the student's tokens where it has its tokenizer, else the text anew.
+
+    The text goes through the model's chat template if it has one, the prompt as the user's message where the data gave
+    no messages.
+    """
+    if same_tokenizer:
+        return np.concatenate([prompt.token_ids, response_ids])
+    if tokenizer.chat_template is None:
+        ids = tokenizer(prompt.text + response)["input_ids"]
+    else:
+        messages = [*(prompt.messages or [{"role": "user", "content": prompt.text}])]
+        messages.append({"role": "assistant", "content": response})
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+    return np.asarray(ids, dtype=np.int32)
 
 
 def _reward(future: Future[Timed]) -> Timed | str:

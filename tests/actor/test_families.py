@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student, named_tensors
 from gkd.actor.pretrained import write_config, write_weights
@@ -18,7 +19,6 @@ from gkd.config import Lora, Rollout
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec
 from gkd.inference.hf import HFSampler
-from gkd.losses.micro_batch import collate
 from gkd.types import Sample, Sampling, ScoredSample
 from gkd.weights.file_names import FileNames
 from gkd.weights.transfer import Bucket

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.config import Algorithm, Lora, Rollout
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
 from tests.actor import models
 from tests.families import make

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Rollout
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
 from gkd.rollout.dataset_answers import make_dataset_sample
 from gkd.types import Prompt, SampleRequest, Sampling, ScoredSample

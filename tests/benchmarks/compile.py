@@ -25,11 +25,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gkd.actor.batches import pack
+from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_layers
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.config import Algorithm, Rollout
-from gkd.losses.micro_batch import MicroBatch, collate
+from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample
 

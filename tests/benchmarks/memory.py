@@ -34,10 +34,10 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     import numpy as np
 
     from gkd.actor.batches import pack
+    from gkd.actor.collate import collate
     from gkd.actor.loading import load
     from gkd.actor.optimizer import adamw
     from gkd.config import Actor, Algorithm, Lora, Rollout
-    from gkd.losses.micro_batch import collate
     from gkd.losses.objective import objective
     from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
 

@@ -15,7 +15,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.inference.classifier import Classifier
 from gkd.inference.engine import EngineSpec
 from gkd.inference.requests import RateRequest, ScoreRequest, ScorerRejected
-from gkd.rewards.reward_model import tokens_of
+from gkd.rollout.pipeline import reward_model_ids
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt
@@ -94,9 +94,9 @@ def test_what_is_put_before_it() -> None:
     prompt = Prompt(0, np.array([5, 6], np.int32), "a b")
     ids = np.array([7], np.int32)
     plain, chat = word_tokenizer(), word_tokenizer(template=TEMPLATE)
-    assert tokens_of(prompt, ids, "c", plain, True).tolist() == [5, 6, 7]  # the very tokens
-    assert tokens_of(prompt, ids, " c", plain, False).tolist() == plain("a b c")["input_ids"]
-    assert tokens_of(prompt, ids, "c", chat, False).tolist() == plain("<user> a b <assistant> c")["input_ids"]
+    assert reward_model_ids(prompt, ids, "c", plain, True).tolist() == [5, 6, 7]  # the very tokens
+    assert reward_model_ids(prompt, ids, " c", plain, False).tolist() == plain("a b c")["input_ids"]
+    assert reward_model_ids(prompt, ids, "c", chat, False).tolist() == plain("<user> a b <assistant> c")["input_ids"]
     asked = Prompt(0, ids, "", messages=({"role": "system", "content": "d"}, {"role": "user", "content": "a"}))
     said = plain("<system> d <user> a <assistant> c")["input_ids"]
-    assert tokens_of(asked, ids, "c", chat, False).tolist() == said
+    assert reward_model_ids(asked, ids, "c", chat, False).tolist() == said

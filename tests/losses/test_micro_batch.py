@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.actor.batches import balance_over_ranks, pack
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Loss, Rollout
-from gkd.losses.micro_batch import MicroBatch, collate
+from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.modeling import attention
 from gkd.types import ScoredSample

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from gkd.actor.collate import collate
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Rollout
-from gkd.losses.micro_batch import MicroBatch, collate
+from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.types import ScoredSample
 from tests.actor import models

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from gkd.actor.batches import pack
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.actor.optimizer import adamw
 from gkd.config import Config
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
 from tests.planning.tensor_bytes import TensorBytes

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import ray
@@ -19,7 +19,6 @@ from gkd.cluster.layout.assignment import Report
 from gkd.cluster.session.control_service import ControlService
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
 from gkd.errors import ControlLost, RunFailed
-from gkd.types import ScoredSample, TrainingSample
 
 LOG = logging.getLogger("gkd")
 REPORT_TIMEOUT_S = 5.0
@@ -354,8 +353,18 @@ def fetch(refs: Sequence[Any], timeout_s: float, activity: str) -> list[Any]:
         raise explain(error, f"fetching {activity}") from error
 
 
-def fetch_samples(samples: Sequence[TrainingSample], timeout_s: float) -> list[ScoredSample]:
+class Stored(Protocol):
+    """What is at position ``slot`` of the list that the Ray object reference ``ref`` stands for."""
+
+    @property
+    def ref(self) -> Any: ...
+
+    @property
+    def slot(self) -> int: ...
+
+
+def fetch_samples(places: Sequence[Stored], timeout_s: float) -> list[Any]:
     """Fetch the arrays of samples, in their order; each list that holds some is fetched once. Raises as fetch."""
-    refs = list(dict.fromkeys(sample.ref for sample in samples))
+    refs = list(dict.fromkeys(place.ref for place in places))
     lists = dict(zip(refs, fetch(refs, timeout_s, "sampled responses"), strict=True))
-    return [lists[sample.ref][sample.slot] for sample in samples]
+    return [lists[place.ref][place.slot] for place in places]

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import Algorithm, Lora
-from gkd.losses.divergence import block_rows
 from gkd.planning.layout import F32
 from gkd.planning.shapes import Layers, ModelShape, Weight
 
@@ -267,7 +266,7 @@ def logit_bytes(
     The logits, which their gradient replaces, are of the compute type; in bfloat16 a block of them is there once more,
     converted to float32. ``nucleus`` as in :class:`Training`.
     """
-    block = min(chunk, block_rows(vocabulary, on_cpu))
+    block = min(chunk, algorithm.loss.selected_class.block_rows(vocabulary, on_cpu))
     copies = logit_copies(algorithm, vocabulary, nucleus) + (c < F32)
     return float(vocabulary * (chunk * c + block * copies * F32))
 

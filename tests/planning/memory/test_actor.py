@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from gkd.actor.collate import collate
 from gkd.actor.model import shard
 from gkd.config import Config, Lora, load
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
 from gkd.planning.memory.actor import (
     MicroBatchSize,

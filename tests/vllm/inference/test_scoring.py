@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load as load_student
 from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
@@ -19,7 +20,6 @@ from gkd.inference.engine import EngineSpec
 from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.inference.vllm_scorer import RESULT_BYTES
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
