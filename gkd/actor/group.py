@@ -12,10 +12,10 @@ from typing import Any
 from gkd.actor.batches import AppliedUpdate, balance_over_ranks, combine_mini_batches
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
+from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done, wait
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory, RunFailed
-from gkd.inference.vllm_environment import environment
 from gkd.types import TrainingSample
 
 log = logging.getLogger("gkd")

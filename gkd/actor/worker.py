@@ -20,9 +20,9 @@ from gkd.actor.rank_state import RankState
 from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
 from gkd.cluster.workers.activity import report_here
+from gkd.cluster.workers.environment import compute_threads
 from gkd.config import Config
-from gkd.inference.engine import Device
-from gkd.inference.vllm_environment import compute_threads
+from gkd.config.device import Device
 
 
 class ActorWorker:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
+from gkd.config.device import Device, Dtype
 from gkd.config.open import OpenSections, OpenSettings
 from gkd.config.registry import Registry, make_absolute
 from gkd.config.sampling import StudentSampling
@@ -54,7 +55,7 @@ class Model(_PathOrSize):
         "auto", description="type the models compute in; auto: bfloat16 on a GPU, float32 on a CPU"
     )
 
-    def dtype_on(self, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
+    def dtype_on(self, device: Device) -> Dtype:
         """Return what ``dtype`` means on a device. On a CPU bfloat16 is six times slower than float32."""
         if self.dtype != "auto":
             return self.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -12,6 +12,7 @@ from gkd.config.actor import Actor
 from gkd.config.base import GROUP_OF, Pool, Settings
 from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
+from gkd.config.device import Device
 from gkd.config.evaluation import Evaluate
 from gkd.config.groups import (
     Model,
@@ -130,7 +131,7 @@ class Config(Settings):
         shared = self.may_share()
         return [group for group in self.groups() if frozenset(("actor", group)) in shared]
 
-    def algorithm_on(self, device: Literal["cpu", "cuda"]) -> Algorithm:
+    def algorithm_on(self, device: Device) -> Algorithm:
         """Return ``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""
         algorithm, lora = self.algorithm, self.actor.lora
         if algorithm.importance_sampling.level != "auto":

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
@@ -20,7 +21,7 @@ from gkd.evaluation.questions import Question
 from gkd.evaluation.reloading import FurtherWeights
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_environment import environment, require_device
+from gkd.inference.vllm_environment import require_device
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, TrainingSample
 

@@ -17,6 +17,7 @@ from gkd.cluster.session.connect import Session, connect
 from gkd.cluster.workers.placement import Placement, PlacementFault, place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
+from gkd.config.device import installed_device
 from gkd.errors import ConfigError
 from gkd.evaluation.answering import JobAnswer, ReplySource, answer_all
 from gkd.evaluation.answers import AnswerLog, RecordedAnswer
@@ -28,7 +29,6 @@ from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import PLAIN, Results
 from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question
-from gkd.inference.vllm_environment import installed_device
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.version import __version__
 

@@ -12,8 +12,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from gkd.config.device import Device, Dtype, NodeSpan
 from gkd.errors import ConfigError
 from gkd.inference.requests import Limits, RequestRejected
 
@@ -24,20 +25,8 @@ if TYPE_CHECKING:
     from gkd.data.model_info import ModelInfo
     from gkd.weights.transfer import Bucket
 
-Device = Literal["cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSpan:
-    """Where a part of an engine that spans nodes stands; the fields are arguments of vLLM's engines."""
-
-    nnodes: int
-    node_rank: int
-    master_addr: str
-    master_port: int
 
 
 @dataclass(frozen=True, slots=True)

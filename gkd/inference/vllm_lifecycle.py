@@ -11,8 +11,9 @@ import multiprocessing.connection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
+from gkd.config.device import Device
 from gkd.errors import RunFailed
-from gkd.inference.engine import Device, EngineSpec
+from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import compile_apart
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gkd.config.device import installed_device
 from gkd.config.hints import nearest
 from gkd.data.model_info import has_experts
 from gkd.errors import ConfigError
-from gkd.inference.vllm_environment import installed_device
 from gkd.modeling.architecture import can_pack, class_of, has_plain_attention
 
 if TYPE_CHECKING:

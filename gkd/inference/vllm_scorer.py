@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gkd.config.device import Device
 from gkd.errors import RunFailed, one_line
-from gkd.inference.engine import Device, EngineSpec, InferenceEngine
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_lifecycle import GIB, Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
@@ -86,7 +87,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
     """Scores and continues token sequences.
 
     Requests of one temperature, vocabulary and K run together; others wait until those are done. The process'
-    environment is that of :func:`gkd.inference.vllm_environment.environment`. Raises ConfigError when
+    environment is that of :func:`gkd.cluster.workers.environment.environment`. Raises ConfigError when
     ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
     """
 

@@ -9,19 +9,17 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from gkd.cluster.gpu import read_gpus
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
+from gkd.cluster.workers.environment import threads_for
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
+from gkd.config.device import Device
 from gkd.config.top_k import required_top_k
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
-from gkd.inference.vllm_environment import threads_for
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
-
-if TYPE_CHECKING:
-    from gkd.inference.engine import Device, InferenceEngine
 
 GB, GIB, F32 = 1e9, 1 << 30, 4
 DEFAULT_GPU = "h100-80gb"
@@ -217,13 +215,16 @@ class Layout:
         return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
 
 
-def engine_class(engine: Engine, shape: ModelShape) -> type[InferenceEngine[Any, Any]]:
-    """Return the class of the engines of a pool that run such a model; it states what they can do and take."""
+def engine_class(engine: Engine, shape: ModelShape) -> Any:
+    """Return the class of the engines of a pool that run such a model; it states what they can do and take.
+
+    See :class:`gkd.inference.engine.InferenceEngine`.
+    """
     assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
     if isinstance(engine, Scorer):
         decided = engine.engine_for(lambda: not any(layers.experts for layers in shape.layers))
         engine = engine.model_copy(update={"engine": decided})
-    return cast("type[InferenceEngine[Any, Any]]", engine.engine_class)
+    return engine.engine_class
 
 
 def nodes_of(config: Config) -> tuple[int, ...] | None:

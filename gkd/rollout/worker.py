@@ -8,7 +8,8 @@ from typing import Any
 
 from gkd.cluster.workers.activity import report_here
 from gkd.config import Config
-from gkd.inference.engine import EngineSpec, InferenceEngine, NodeSpan
+from gkd.config.device import NodeSpan
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout.loop import EngineLoop
 from gkd.rollout.output_queue import OutputQueue
 from gkd.rollout.pipeline import ScoringPipeline

@@ -9,14 +9,15 @@ from typing import Any
 
 from gkd.cluster.session.port import find_bind_error
 from gkd.cluster.session.shutdown import ServerStop
+from gkd.cluster.workers.environment import allocate_by, environment
 from gkd.config import Config, Teacher
+from gkd.config.device import installed_device
 from gkd.data.answers import template_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.rendering import Rendering
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.vllm_environment import allocate_by, environment, installed_device
 from gkd.inference.vllm_models import SCORER_REMEDY, require_quantization, require_vllm_runs, scoring_engine
 from gkd.scoring.address import Key, endpoint, key_path
 from gkd.scoring.server import ScoringServer

@@ -10,11 +10,12 @@ from typing import Any
 from gkd.cluster.workers.activity import report_here
 from gkd.cluster.workers.failure import WorkerHung
 from gkd.config import RewardModel, Scorer
+from gkd.config.device import Device, Dtype, NodeSpan
 from gkd.config.groups import model_setting
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
-from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine, NodeSpan
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.scoring.address import Key
 
 

@@ -19,7 +19,7 @@ from gkd.actor.model import Student, shard
 from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.config.compose import compose
-from gkd.inference.engine import Device
+from gkd.config.device import Device
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from tests.actor import models

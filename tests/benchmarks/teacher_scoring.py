@@ -31,11 +31,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from gkd.cluster.workers.environment import environment
 from gkd.config import Teacher
+from gkd.config.device import Device, Dtype, installed_device
 from gkd.data.model_info import ModelInfo
-from gkd.inference.engine import Device, Dtype, EngineSpec, InferenceEngine
+from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import ScoreRequest
-from gkd.inference.vllm_environment import environment, installed_device
 from gkd.scoring.address import Key
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from gkd.inference.vllm_environment import ALLOCATOR_VARIABLES
+from gkd.cluster.workers.environment import ALLOCATOR_VARIABLES
 
 ROUNDS, PIECES, PIECE_BYTES, PAGE_BYTES = 50, 8, 1 << 20, 4096
 FAULTS = f"""
 import resource, sys, torch
-from gkd.inference.vllm_environment import allocate_by, environment
+from gkd.cluster.workers.environment import allocate_by, environment
 if sys.argv[1] == "kept":
     allocate_by(environment("cpu", []))
 

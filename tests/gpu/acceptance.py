@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 
 from gkd.cli.doctor.devices import Gpus, read_gpus  # noqa: E402
+from gkd.config.device import installed_device  # noqa: E402
 from gkd.errors import ConfigError, Parser, catch_errors  # noqa: E402
-from gkd.inference.vllm_environment import installed_device  # noqa: E402
 from tests.gpu.checks import CHECKS, Check  # noqa: E402
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results"

@@ -29,7 +29,8 @@ from gkd.actor.worker import ActorWorker
 from gkd.cluster.session.port import free_port
 from gkd.config import Rollout
 from gkd.config.compose import compose
-from gkd.inference.engine import Device, EngineSpec
+from gkd.config.device import Device
+from gkd.inference.engine import EngineSpec
 from gkd.inference.hf import HFSampler
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.types import Prompt, SampleRequest, Sampling, VersionSpan

@@ -18,7 +18,8 @@ VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> Iterator[None]:
     """Import vLLM, and keep it out of garbage collections: an engine asks for a dozen while it starts and ends."""
-    from gkd.inference.vllm_environment import environment, installed_device
+    from gkd.cluster.workers.environment import environment
+    from gkd.config.device import installed_device
 
     on_cpu = installed_device() == "cpu"
     if on_cpu:
@@ -72,10 +73,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
     """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks, and cached in blocks of 32."""
+    from gkd.cluster.workers.environment import environment
     from gkd.data.model_info import ModelInfo
     from gkd.inference import vllm_scorer
     from gkd.inference.engine import EngineSpec
-    from gkd.inference.vllm_environment import environment
 
     os.environ.update(environment("cpu", []))
     settings = Teacher(max_model_len=VLLM_LENGTH, max_num_seqs=16, max_top_k=VLLM_VOCABULARY)

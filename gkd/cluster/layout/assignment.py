@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 from gkd.cluster.gpu import are_simulated, range_text
+
+if TYPE_CHECKING:
+    from gkd.config.device import Device
 
 UUID_SHOWN = 14
 """Characters of a UUID in a narrow table, which distinguish the GPUs of a machine."""
@@ -44,7 +47,7 @@ class Report(DeviceReport):
     """The node's name for people: its address, made unique where several Ray nodes share one."""
 
     @property
-    def device(self) -> Literal["cpu", "cuda"]:
+    def device(self) -> Device:
         """What the worker computes on: the CPU where its GPU is only one of Ray's numbers."""
         return "cpu" if are_simulated(self.gpu_uuids) else "cuda"
 

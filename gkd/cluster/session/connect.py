@@ -35,8 +35,8 @@ from gkd.cluster.session.shutdown import (
     shield_children_from_hangups,
 )
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
+from gkd.config.device import installed_device
 from gkd.errors import ConfigError, RunFailed, one_line
-from gkd.inference.vllm_environment import installed_device
 
 CONNECT_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 15.0

@@ -14,8 +14,8 @@ from typing import Any
 from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
+from gkd.config.device import NodeSpan
 from gkd.errors import RunFailed
-from gkd.inference.engine import NodeSpan
 
 
 @dataclass(frozen=True)

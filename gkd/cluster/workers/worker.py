@@ -23,8 +23,8 @@ import ray
 from gkd.cluster.gpu import VISIBLE, smallest_memory, visible_devices
 from gkd.cluster.layout.assignment import DeviceReport
 from gkd.cluster.session.port import free_port
+from gkd.cluster.workers.environment import allocate_by
 from gkd.errors import RunFailed
-from gkd.inference.vllm_environment import allocate_by
 
 # "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
 # them. "control" stays free for pings, aborts and queue submissions while "main" is busy.

@@ -8,12 +8,12 @@ from typing import Any
 
 from gkd.cluster.health.restarts import RestartPolicy
 from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.driver.inputs.find import Inputs
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_environment import environment
 from gkd.scoring.watch import ScorerWatch
 
 WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"

@@ -14,6 +14,7 @@ from gkd.cluster.health.restarts import RestartPolicy
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
@@ -21,7 +22,6 @@ from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.groups.engines import find_restart_obstacle
 from gkd.driver.inputs.find import Inputs
-from gkd.inference.vllm_environment import environment
 from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.watch import ScorerModel, ScorerWatch
 from gkd.scoring.worker import ScorerSpec

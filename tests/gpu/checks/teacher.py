@@ -19,9 +19,9 @@ MOST = {"float32": (2e-4, 2e-3), "bfloat16": (0.08, 0.6)}  # mean and largest di
 
 def rows(context: Context) -> None:
     """K = 0, 64 and the whole vocabulary, at two temperatures: the numbers, their order and their sum."""
+    from gkd.cluster.workers.environment import environment
     from gkd.config import Teacher
     from gkd.data.model_info import ModelInfo
-    from gkd.inference.vllm_environment import environment
 
     device = "cpu" if context.rehearsal else "cuda"
     os.environ.update(environment(device, []))  # type: ignore[arg-type]

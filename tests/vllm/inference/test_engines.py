@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from gkd.actor.collate import collate
+from gkd.cluster.workers.environment import environment
 from gkd.config import Rollout, Weights
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.inference.vllm_environment import environment
 from gkd.planning.memory.pools import kv_bytes, pool_memory
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample
 from tests.planning.layouts import layout_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.inference.vllm_environment import environment
+from gkd.cluster.workers.environment import environment
 from gkd.types import Sample, Sampling, VersionSpan
 from tests.vllm.inference.test_engines import N_TOKENS, make, requests, small_spec
 from tests.weights.received import load_in_buckets

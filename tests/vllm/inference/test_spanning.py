@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from gkd.config import Teacher, load
+from gkd.config.device import NodeSpan
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, NodeSpan
+from gkd.inference.engine import EngineSpec
 from gkd.rollout.worker import RolloutWorker, rollout_follower
 from gkd.scoring.address import Key
 from gkd.scoring.worker import ScorerSpec, TokenScorerWorker, token_scorer_follower

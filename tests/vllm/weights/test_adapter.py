@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gkd.actor.lora import add_adapter, is_adapter, name_in_peft
+from gkd.cluster.workers.environment import environment
 from gkd.config import Lora
-from gkd.inference.vllm_environment import environment
 from gkd.types import Sampling
 from tests.vllm.inference.test_engines import make, requests, run, small_spec, worst_difference
 from tests.weights.received import load_in_buckets

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.loading import load
-from gkd.inference.vllm_environment import environment
+from gkd.cluster.workers.environment import environment
 from gkd.inference.vllm_models import find_cpu_obstacle, find_obstacle
 from gkd.types import Sampling
 from tests.families import FAMILIES, STATEFUL, make

@@ -12,6 +12,7 @@ import ray
 import torch
 
 from gkd.actor.group import ActorGroup
+from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
@@ -19,7 +20,6 @@ from gkd.data.model_info import ModelInfo
 from gkd.driver.groups.weight_sync import WeightSync
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_environment import environment
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Sample, Sampling
 from tests.vllm.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference

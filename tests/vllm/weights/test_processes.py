@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.gpu import nvml_uuids
+from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, Weights, load
+from gkd.config.device import installed_device
 from gkd.data.model_info import ModelInfo
 from gkd.driver.groups.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_environment import environment, installed_device
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Sampling
 from gkd.weights.choice import choose

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from gkd.cluster.workers.environment import environment
 from gkd.config import Weights
 from gkd.errors import RunFailed
-from gkd.inference.vllm_environment import environment
 from gkd.types import Sampling
 from gkd.weights import nccl
 from gkd.weights.packing import split_into_buckets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.inference.vllm_environment import ALLOCATOR_VARIABLES, environment
+from gkd.cluster.workers.environment import ALLOCATOR_VARIABLES, environment
 
 
 def test_a_kernel_that_is_never_used_is_not_imported_on_a_gpu() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.inference.vllm_environment import compute_threads, environment
+from gkd.cluster.workers.environment import compute_threads, environment
 
 
 def model(directory: Path, megabytes: float, files: int = 1) -> str:
