@@ -52,6 +52,11 @@ def one_line(text: object) -> str:
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error of any kind in one line: its class and its message."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
 class SignalExit(SystemExit):
     """A signal ended the program. Exit code 128 and the signal's number."""
 

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from gkd.errors import ConfigError
+
+GB, GIB = 1e9, 1 << 30
+"""Bytes: of what is shown, and of what settings and makers of GPUs state."""
+
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -27,3 +32,18 @@ def installed_device() -> Device:
     except metadata.PackageNotFoundError:
         return "cuda"
     return "cpu"
+
+
+def require_device(device: Device, who: str) -> None:
+    """Raise ConfigError unless the installed vLLM runs on ``device``, where ``who`` is to run an engine."""
+    if installed_device() == device:
+        return
+    if device == "cpu":
+        raise ConfigError(
+            f"{who} has a simulated GPU, where vLLM computes on the CPU, but its CUDA build is installed: "
+            "GKD_DEVICE=cpu ./launch/quickstart.sh installs the other into a fresh .venv"
+        )
+    raise ConfigError(
+        f"{who} has a GPU, but vLLM's CPU build is installed: pip install 'gkd[cuda]' into a fresh environment, "
+        "or simulate GPUs with placement=cpu"
+    )

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from gkd.config.base import Settings
 from gkd.config.open import OpenSettings, find_changed_settings
 from gkd.config.registry import Registry, make_absolute
+from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -62,7 +63,9 @@ class Loss(OpenSettings):
     tail: bool = Field(
         True, description="with top_k: the rest of both distributions in one bucket, or left out (TRL: loss_add_tail)"
     )
-    temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature of both distributions inside the loss")
+    temperature: float = Field(
+        1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, description="temperature of both distributions inside the loss"
+    )
 
     @property
     def is_policy_gradient(self) -> bool:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
 from gkd.config.registry import Registry, settings_class, shorten_name
-from gkd.errors import one_line
+from gkd.errors import describe_error, one_line
 
 OWN = "own_setting"
 """Type of the error of a setting that a named class does not take; ``ctx`` has its key within the section and why."""
@@ -74,7 +74,7 @@ class OpenSettings(Settings):
             try:
                 kind.model_validate(values)
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
-                raise ValueError(f"{owner.__name__}.Config: {type(error).__name__}: {one_line(error)}") from None
+                raise ValueError(f"{owner.__name__}.Config: {describe_error(error)}") from None
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError, describe_error
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _load_own(setting: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module) if file is None else _module(file), attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
-        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {one_line(error)}") from None
+        raise ConfigError(f"{setting}: {name} cannot be imported: {describe_error(error)}") from None
 
 
 def file_of(name: str) -> Path | None:

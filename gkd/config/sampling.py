@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from gkd.config.base import Settings
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Of samples, losses and scores alike."""
+
 
 class Horizon(Settings):
     """Responses cut early at first: a limit that rises linearly over the first steps."""
@@ -25,7 +28,9 @@ class StudentSampling(Settings):
     max_response_length: int = Field(
         256, ge=1, description="tokens a response may have, with its end token (TRL's max_completion_length)"
     )
-    temperature: float = Field(1.0, ge=1e-3, le=1e3, description="temperature the student is sampled at")
+    temperature: float = Field(
+        1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, description="temperature the student is sampled at"
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus the student is sampled from")
     top_k: int | None = Field(
         None, ge=1, description="how many of the most likely tokens the student is sampled from; null: all"

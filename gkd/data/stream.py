@@ -48,10 +48,6 @@ class PromptStream:
         """Return :attr:`epoch` without ``n`` of the prompts that were taken."""
         return (sum(self._drawn) - n) / len(self._prompts)
 
-    def take(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts."""
-        return [self.prompt_at(index) for index in self.draw(n)]
-
     def draw(self, n: int) -> list[int]:
         """Take the next ``n`` prompts; returns their indices, for :meth:`prompt_at`."""
         return [self._next() for _ in range(n)]

@@ -13,6 +13,7 @@ from gkd.cluster.workers.engines import Engines
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
+from gkd.config.device import require_device
 from gkd.data.stream import PromptStream
 from gkd.driver.groups.engines import RolloutEngines
 from gkd.driver.groups.scorers import Scorers
@@ -21,7 +22,6 @@ from gkd.driver.inputs.find import Inputs
 from gkd.driver.loop.parts import Parts
 from gkd.driver.validation.held_out import Validation
 from gkd.driver.validation.val_sets import ValSets
-from gkd.inference.vllm_environment import require_device
 from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.group import RolloutGroup
 from gkd.scoring.client import ScoringClient

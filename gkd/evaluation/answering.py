@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gkd.errors import ConfigError, ControlLost, RunFailed, one_line
+from gkd.errors import ConfigError, ControlLost, RunFailed, describe_error
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
@@ -142,8 +142,7 @@ async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob) -> 
         raise
     except Exception as error:  # a user's strategy may raise anything
         raise RunFailed(
-            f"the strategy {name_of(strategy)} failed on question {job.question.prompt.id + 1}: "
-            f"{type(error).__name__}: {one_line(error)}"
+            f"the strategy {name_of(strategy)} failed on question {job.question.prompt.id + 1}: {describe_error(error)}"
         ) from error
     if not isinstance(answer, Answer) or not isinstance(answer.text, str):
         raise RunFailed(

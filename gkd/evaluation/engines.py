@@ -15,13 +15,13 @@ from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
+from gkd.config.device import require_device
 from gkd.data.model_info import ModelInfo
 from gkd.errors import RunFailed, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.reloading import FurtherWeights
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_environment import require_device
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, TrainingSample
 

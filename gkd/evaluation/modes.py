@@ -9,9 +9,9 @@ from typing import Any
 
 from gkd.cluster.gpu import VISIBLE, nvml_uuids, usable_devices
 from gkd.config import Config, Rollout
-from gkd.config.device import installed_device
+from gkd.config.device import GB, installed_device
 from gkd.errors import ConfigError
-from gkd.planning.layout import GB, Layout, Models, gpu_hardware, with_settings
+from gkd.planning.layout import Layout, Models, gpu_hardware, with_settings
 from gkd.planning.memory.pools import GroupMemory, pool_memory
 from gkd.planning.shapes import ModelShape, read_shape
 

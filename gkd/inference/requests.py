@@ -7,13 +7,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 from gkd.errors import RunFailed
 from gkd.types import Int32, Spans, Target
-
-FULL_VOCABULARY = 2**31 - 1
-"""As ``top_k``: every token there is."""
-
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
 Code = Literal[
     "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping"
@@ -50,7 +46,7 @@ class ScoreRequest:
     """Request the log-probabilities of the tokens of ``token_ids`` [L] at the N positions in ``spans``.
 
     Each is that of the token at its position, after all before it. ``top_k``: how many of the most likely tokens at
-    each position come with them; 0 is none, ``FULL_VOCABULARY`` (or any number past the vocabulary) all. All are of
+    each position come with them; 0 is none, any number past the vocabulary all. All are of
     softmax(logits / ``temperature``).
     ``vocabulary``: ids from there on are left out and the rest normalised, so that a student with fewer (padded) rows
     than the scorer never gets an id that it does not have; None: the scorer's own vocabulary.

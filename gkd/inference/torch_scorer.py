@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.errors import ConfigError, RunFailed, one_line
+from gkd.errors import ConfigError, RunFailed, describe_error
 from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.types import Int32, Target
@@ -243,7 +243,7 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     except ConfigError:
         raise
     except Exception as error:  # transformers and torch raise whatever they meet
-        raise RunFailed(f"{failure}: {type(error).__name__}: {one_line(error)}") from error
+        raise RunFailed(f"{failure}: {describe_error(error)}") from error
     lm.requires_grad_(False)
     # A model's own settings, such as a repetition penalty, would change what is the most likely token.
     lm.generation_config = GenerationConfig()

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from gkd.config.device import Device, installed_device
-from gkd.errors import ConfigError, RunFailed
+from gkd.config.device import Device
+from gkd.errors import RunFailed
 
 _OF_BUNDLE = re.compile(r"GPU_group_(\d+)_[0-9a-f]+")
 
@@ -26,21 +26,6 @@ def compile_apart(device: Device) -> None:
         # Not from vLLM alone: in a process that has had an engine it is what the variable was then.
         root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"gpu-{gpus}"
         os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
-
-
-def require_device(device: Device, who: str) -> None:
-    """Raise ConfigError unless the installed vLLM runs on ``device``, where ``who`` is to run an engine."""
-    if installed_device() == device:
-        return
-    if device == "cpu":
-        raise ConfigError(
-            f"{who} has a simulated GPU, where vLLM computes on the CPU, but its CUDA build is installed: "
-            "GKD_DEVICE=cpu ./launch/quickstart.sh installs the other into a fresh .venv"
-        )
-    raise ConfigError(
-        f"{who} has a GPU, but vLLM's CPU build is installed: pip install 'gkd[cuda]' into a fresh environment, "
-        "or simulate GPUs with placement=cpu"
-    )
 
 
 def share_gpu_of_worker() -> dict[str, str]:

@@ -11,7 +11,7 @@ import multiprocessing.connection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
-from gkd.config.device import Device
+from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import compile_apart
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
-GIB = 1 << 30
 LEAST_SHARE = 0.01
 ENDS_WITHIN_S = 2.0
 """A process whose connections broke is found to have ended within this time."""

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.config.device import Device
-from gkd.errors import RunFailed, one_line
+from gkd.config.device import GIB, Device
+from gkd.errors import RunFailed, describe_error, one_line
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
-from gkd.inference.vllm_lifecycle import GIB, Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
+from gkd.inference.vllm_lifecycle import Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.types import Int32, Target
 
@@ -111,7 +111,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
             self.llm_engine = start_llm(arguments, spec.device).llm_engine
         except Exception as error:
             failure = f"the {spec.name}'s engine did not start on {spec.model_path}"
-            raise RunFailed(f"{failure}: {type(error).__name__}: {one_line(error)}") from error
+            raise RunFailed(f"{failure}: {describe_error(error)}") from error
         self.llm_engine.collective_rpc(tails_instead_of_ranks)
         self._stop_ids = spec.model.eos_ids
         self.limits = Limits(

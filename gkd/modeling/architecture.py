@@ -1,11 +1,18 @@
-"""What a model's configuration states of its attention. Imports no torch: engines are chosen without."""
+"""What a model's configuration states of its attention. Imports no torch: engines are chosen without.
+
+Attention is plain where every layer is a softmax over all tokens before, or over a window of them. Layers that keep a
+state instead, as linear attention, and soft caps on the logits of attention are not: no other function can take their
+place, neither sdpa nor a kernel over sequences that are laid end to end.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+Implementation: TypeAlias = Literal["sdpa", "eager"]
 
 
-def exact_attention(config: Any) -> Literal["sdpa", "eager"]:
+def exact_attention(config: Any) -> Implementation:
     """Return transformers' attention for padded rows of a model with that configuration: sdpa leaves soft caps out."""
     return "sdpa" if has_plain_attention(config) and getattr(class_of(config), "_supports_sdpa", False) else "eager"
 

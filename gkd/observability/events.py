@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 from gkd.config import Config
 from gkd.durable import reason
-from gkd.errors import one_line
+from gkd.errors import describe_error
 from gkd.observability.metrics import JsonLines
 
 Kind = Literal["start", "resume", "warning", "death", "restart", "checkpoint", "validation", "stop", "end"]
@@ -80,7 +80,7 @@ class Events(logging.Handler):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        how = "finished" if kind is None else f"{kind.__name__}: {one_line(error)}"
+        how = "finished" if error is None else describe_error(error)
         note("end", f"{how} after {time.monotonic() - self._began:.0f} s", failed=kind is not None)
         log.removeHandler(self)
         _entered.remove(self)

@@ -15,13 +15,13 @@ from typing import Any, Self
 from gkd.cluster.session.shutdown import abandon
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError, describe_error
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
 from gkd.observability.report import line
 from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Takes a step and its metrics."""
@@ -61,14 +61,14 @@ class Trackers:
                 caller.call(lambda tracker=tracker: call(tracker), CALL_S)  # type: ignore[misc]
             except TimeoutError:
                 del self._started[name]
-                LOG.warning(
+                log.warning(
                     "trainer.trackers: %s did not take step %d within %g s; it gets none of the further ones",
                     name, step, CALL_S,
                 )  # fmt: skip
             except Exception as error:  # a user's class, or a server, may raise anything
                 if name not in self._failed:
                     self._failed.add(name)
-                    LOG.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
+                    log.warning("trainer.trackers: %s did not take step %d: %s", name, step, describe_error(error))
 
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
@@ -79,7 +79,7 @@ class Trackers:
                 except ConfigError as error:
                     if not self.run.first_step:
                         raise
-                    LOG.warning("%s; the run goes on without it", error)
+                    log.warning("%s; the run goes on without it", error)
                     continue
                 started.push(_make_closer(name, tracker, caller))
                 self._started[name] = tracker, caller
@@ -97,7 +97,7 @@ class Trackers:
         except TimeoutError:
             raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
         except Exception as error:  # a user's class may raise anything
-            raise ConfigError(f"trainer.trackers: {name} did not start: {_describe(error)}") from error
+            raise ConfigError(f"trainer.trackers: {name} did not start: {describe_error(error)}") from error
         return tracker
 
     def __exit__(
@@ -150,16 +150,12 @@ def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., 
         try:
             caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
         except TimeoutError:
-            LOG.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
+            log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
         except Exception as error:  # a user's class, or a server, may raise anything
-            LOG.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
+            log.warning("trainer.trackers: %s was not closed: %s", name, describe_error(error))
         caller.end()
 
     return close
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)[:300]}"
 
 
 class MetricsLog(JsonLines):

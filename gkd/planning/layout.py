@@ -15,13 +15,13 @@ from gkd.cluster.gpu import read_gpus
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.cluster.workers.environment import threads_for
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
-from gkd.config.device import Device
+from gkd.config.device import GB, GIB, Device
 from gkd.config.top_k import required_top_k
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
 from gkd.planning.shapes import ModelShape, read_shape, shape_of, shape_of_size
 
-GB, GIB, F32 = 1e9, 1 << 30, 4
+F32 = 4
 DEFAULT_GPU = "h100-80gb"
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.24, 0.3
 GPU_SETTINGS = ("gpus", "gpus_by_node", "colocate_with")  # settings of a pool that choose its GPUs

@@ -82,13 +82,6 @@ class RolloutGroup:
         """The engines whose process is there, those included that have yet to get weights."""
         return self.engines.present_engines
 
-    def sample(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[TrainingSample]:
-        """Have every request sampled and scored, before what was submitted earlier and waits.
-
-        Returns one sample a request, in the order of ``requests``. Raises as :meth:`collect`.
-        """
-        return self.collect(self.submit(requests), timeout_s)
-
     def submit(self, requests: Sequence[SampleRequest], order: float = 0) -> list[int]:
         """Queue requests for :meth:`collect`; returns their keys. Those of a lower ``order`` go to engines first.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
-from gkd.errors import one_line
+from gkd.errors import describe_error, one_line
 from gkd.inference.requests import RateRequest, ScoreRequest
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
@@ -233,4 +233,4 @@ def _reward(future: Future[Timed]) -> Timed | str:
     error = future.exception()
     if error is None:
         return future.result()
-    return one_line(error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}")
+    return one_line(error) if isinstance(error, RewardError) else describe_error(error)

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, RunFailed, describe_error
 from gkd.inference.requests import (
     SAMPLE_CODES,
     GenerateRequest,
@@ -116,7 +116,7 @@ class Dispatcher:
         except ConfigError as error:
             end = error
         except Exception as error:
-            end = RunFailed(f"the {self._retry_policy.scorer}'s client failed: {type(error).__name__}: {error}")
+            end = RunFailed(f"the {self._retry_policy.scorer}'s client failed: {describe_error(error)}")
             end.__cause__ = error
         finally:
             with self._lock:

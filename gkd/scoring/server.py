@@ -12,7 +12,7 @@ from typing import Any
 
 from gkd.cluster.workers.activity import HERE
 from gkd.data.rendering import Rendering
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, describe_error
 from gkd.inference.engine import InferenceEngine
 from gkd.inference.requests import Code, RequestRejected
 from gkd.scoring import wire
@@ -78,10 +78,10 @@ class ScoringServer:
             while not stop.is_set():
                 self._work()
         except Exception as error:
-            code, message = "engine", f"the engine failed: {type(error).__name__}: {error}"
+            code, message = "engine", f"the engine failed: {describe_error(error)}"
             if isinstance(error, RunFailed):
                 raise
-            raise RunFailed(f"the scoring engine at {self.address} failed: {type(error).__name__}: {error}") from error
+            raise RunFailed(f"the scoring engine at {self.address} failed: {describe_error(error)}") from error
         finally:
             self._ended = True
             for job in self._jobs.values():

@@ -16,7 +16,7 @@ from gkd.cluster.workers.failure import WorkerHung, explain
 from gkd.cluster.workers.group import Group, PendingCall
 from gkd.errors import ConfigError, RunFailed
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ScorerWatch:
             raise failure
         others = len(self.fleet.members(model, *PRESENT))
         goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"
-        LOG.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
+        log.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
         self._expect(model, member, replicas.of.start_timeout_s)
 
     def poll(self) -> list[ExpectedReplica]:
@@ -140,7 +140,7 @@ class ScorerWatch:
         self.fleet.change(model, member, HealthEvent.READY)
         if replicas.of.addresses[member] != replicas.names[member]:
             self._expect(model, member, replicas.of.request_timeout_s)
-        LOG.info(return_text(worker.reports[0], old), extra={"kind": "restart"})
+        log.info(return_text(worker.reports[0], old), extra={"kind": "restart"})
 
     def _end_hanging(self, model: str, replicas: _Replicas) -> None:
         limit = replicas.of.request_timeout_s

@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 from gkd.data.rendering import Rendering
 from gkd.inference import requests
 from gkd.inference.requests import Code
@@ -37,7 +38,7 @@ _Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
 _Text = Annotated[str, Meta(max_length=4096)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e7)]
-_Temperature = Annotated[float, Meta(ge=requests.MIN_TEMPERATURE, le=requests.MAX_TEMPERATURE)]
+_Temperature = Annotated[float, Meta(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 
 
 class WireError(Exception):

@@ -20,7 +20,7 @@ def prompts(n: int) -> list[Prompt]:
 
 
 def ids(stream: PromptStream, size: int, n_batches: int) -> list[list[int]]:
-    return [[prompt.id for prompt in stream.take(size)] for _ in range(n_batches)]
+    return [[stream.prompt_at(index).id for index in stream.draw(size)] for _ in range(n_batches)]
 
 
 SIZES = st.integers(min_value=1, max_value=20)
@@ -78,7 +78,7 @@ def test_files_have_the_shares_of_their_weights(
 ) -> None:
     sizes = data.draw(st.lists(SIZES, min_size=len(weights), max_size=len(weights)))
     stream = PromptStream(in_files(*sizes), seed, [float(w) for w in weights])
-    drawn = [prompt for _ in range(n_batches) for prompt in stream.take(batch_size)]
+    drawn = [stream.prompt_at(index) for _ in range(n_batches) for index in stream.draw(batch_size)]
     for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         own = [prompt.id for prompt in drawn if prompt.file == number]
         assert abs(len(own) - Fraction(weight, sum(weights)) * len(drawn)) <= len(weights)

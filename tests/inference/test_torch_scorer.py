@@ -16,7 +16,7 @@ from gkd.config import Reference, Scorer, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, Limits, RequestRejected, ScoreRequest
+from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.modeling.backbone import is_packed
 from gkd.modeling.linear import PackedLinear
@@ -26,7 +26,7 @@ from gkd.scoring.worker import ScorerSpec, TokenScorerWorker
 from gkd.types import Int32, Target
 from tests.actor.test_families import PADDED
 from tests.families import EOS, N_TOKENS, SHAPE, make
-from tests.scoring.table import KEY
+from tests.scoring.table import FULL_VOCABULARY, KEY
 from tests.vllm.inference.test_scoring import a_request, check
 
 # Packed and padded, tied and scaled heads, experts, windows, learned positions, states.

@@ -24,6 +24,7 @@ from gkd.types import Int32, Target
 VOCABULARY = 32
 LOGITS = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))  # of the next token after each token
 KEY = Key.generate()
+FULL_VOCABULARY = 2**31 - 1  # as K: every token there is
 POISON = 31  # as first token of a prompt: the engine fails
 
 

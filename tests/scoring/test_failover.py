@@ -15,14 +15,14 @@ import pytest
 import zmq
 
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.requests import FULL_VOCABULARY, ScorerUnavailable
+from gkd.inference.requests import ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.dispatch import Dispatcher
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Process, Running, a_score
-from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
+from tests.scoring.table import FULL_VOCABULARY, KEY, VOCABULARY, TableEngine, expected
 
 Serve = Callable[..., Running]
 Connect = Callable[..., ScoringClient]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import gkd.scoring.server
 from gkd.cluster.workers.activity import Activity
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, ScoreRequest, ScorerRejected
+from gkd.inference.requests import GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
 from gkd.scoring.client import ScoringClient
@@ -28,7 +28,7 @@ from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Running, a_score
-from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine, expected, greedy
+from tests.scoring.table import FULL_VOCABULARY, KEY, POISON, VOCABULARY, TableEngine, expected, greedy
 
 Serve = Callable[..., Running]
 Connect = Callable[..., ScoringClient]

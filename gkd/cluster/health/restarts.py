@@ -16,7 +16,7 @@ from gkd.cluster.workers.failure import NodeLost, WorkerDied
 from gkd.cluster.workers.group import Group
 from gkd.errors import one_line
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 
 
 def return_text(new: Report, old: Report) -> str:
@@ -106,14 +106,14 @@ class Restarts:
             then = self.lose(member, isinstance(error, NodeLost))
             if self.is_lost:
                 raise WorkerDied(failure) from error
-            LOG.warning("%s; %s", failure, then, extra={"kind": "death"})
+            log.warning("%s; %s", failure, then, extra={"kind": "death"})
         return started
 
     def _name_late(self) -> None:
         for member in [member for member, at in self._late.items() if time.monotonic() > at]:
             del self._late[member]
             if self._restart_policy is not None and not self._starting[member].done():
-                LOG.warning("a new worker in place of %s %d is not there after %g s; it is waited for: Ray's control "
+                log.warning("a new worker in place of %s %d is not there after %g s; it is waited for: Ray's control "
                             "service may hang", self.group, member, self._restart_policy.within_s)  # fmt: skip
 
     @property

@@ -45,7 +45,7 @@ SHUTDOWN_TIMEOUT_S = 30.0
 PREFIX = "gkd-run-"
 RESTART_GRACE_S = 10.0
 """Time the control service of a cluster may be away: some clusters start it again. That of a private Ray is not."""
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 
 
 @dataclass
@@ -156,7 +156,7 @@ def cluster_address(setting: str | None) -> str | None:
         return None if address == "local" else address
     running = local.running_address()
     if running is not None:
-        LOG.info("joining the Ray cluster at %s (cluster.address=local for a private one)", running)
+        log.info("joining the Ray cluster at %s (cluster.address=local for a private one)", running)
     return running or address or None
 
 
@@ -255,7 +255,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
         except Exception as error:  # Ray raises bare Exception, too, when its servers need more than 30 s
             if not attempts_left:
                 raise RunFailed(f"Ray did not start: {one_line(error)}") from error
-            LOG.warning("Ray did not start, trying once more: %s", one_line(error))
+            log.warning("Ray did not start, trying once more: %s", one_line(error))
             reaper.end_all(directory, grace_s=0)
 
 
@@ -289,7 +289,7 @@ def _new_directory() -> str:
     # Ray puts Unix sockets below it, whose paths may have 107 characters: TMPDIR can be too long for that.
     base = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
     for path in reaper.clear(base, PREFIX):
-        LOG.info("removed %s of a run that was killed", path)
+        log.info("removed %s of a run that was killed", path)
     return tempfile.mkdtemp(prefix=PREFIX, dir=base)
 
 
@@ -305,10 +305,10 @@ def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[
             return
         left = reaper.end_all(session.directory)
         if left:
-            LOG.warning("processes that would not end: %s", ", ".join(map(str, left)))
+            log.warning("processes that would not end: %s", ", ".join(map(str, left)))
         if keep_logs:
             reaper.keep(session.directory)
-            LOG.warning("logs of the workers: %s/session_latest/logs", session.directory)
+            log.warning("logs of the workers: %s/session_latest/logs", session.directory)
         else:
             shutil.rmtree(session.directory, ignore_errors=True)
         if watchdog is not None:

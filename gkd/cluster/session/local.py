@@ -22,7 +22,7 @@ from gkd.errors import ConfigError, one_line
 
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 GRACE_S = 10.0  # for Ray to end its servers and for workers to end their children
 LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and their paths may have 107
 
@@ -112,7 +112,7 @@ def _read_records() -> list[LocalNode]:
         try:
             records.append(LocalNode(**json.loads(file.read_text())))
         except (ValueError, TypeError, OSError) as error:
-            LOG.warning("%s is not read: %s", file, one_line(error))
+            log.warning("%s is not read: %s", file, one_line(error))
     return sorted(records, key=lambda node: node.kind != "head")
 
 

@@ -27,7 +27,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TOGETHER_S = 1.0
 """Signals that come this close together mean one thing: a terminal and a launcher both send one."""
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 
 _stuck: list[str] = []
 """Calls that did not return in time."""
@@ -132,7 +132,7 @@ def run_within(timeout_s: float, activity: str, call: Callable[[], object]) -> b
     thread.join(timeout_s)
     if thread.is_alive():
         abandon(activity)
-        LOG.warning("%s: not done after %g s; the program ends without it", activity, timeout_s)
+        log.warning("%s: not done after %g s; the program ends without it", activity, timeout_s)
         return False
     if raised:
         raise raised[0]

@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, one_line
+from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, describe_error, one_line
 
 
 class WorkerDied(RunFailed):
@@ -39,7 +39,7 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
         return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
     if gone := _loss(error):
         return WorkerDied(f"{who}{gone}")
-    return RunFailed(f"{who} failed: {type(error).__name__}: {one_line(error)}")
+    return RunFailed(f"{who} failed: {describe_error(error)}")
 
 
 def _cause_name(cause: BaseException) -> str:

@@ -20,7 +20,7 @@ from gkd.cluster.session.control_service import ControlService
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
 from gkd.errors import ControlLost, RunFailed
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 REPORT_TIMEOUT_S = 5.0
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
@@ -331,7 +331,7 @@ class WorkerReports:
     def _name(self, worker: Any, who: Report) -> None:
         if worker not in self._named:
             self._named.add(worker)
-            LOG.warning("%s does not report how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
+            log.warning("%s does not report how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
 
 
 def _answer(ref: Any) -> dict[str, Any] | None:

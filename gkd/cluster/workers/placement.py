@@ -27,7 +27,7 @@ from gkd.cluster.workers.reserve import (
 from gkd.config import Cluster, Config
 from gkd.errors import RunFailed
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 
 
 @dataclass
@@ -126,7 +126,7 @@ def lay_out(config: Config) -> Config:
     changed = share_gpus(config, nodes)
     if changed is not config:
         on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
-        LOG.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
+        log.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
     return changed
 
 

@@ -30,7 +30,7 @@ from gkd.cluster.workers.worker import CONCURRENCY_GROUPS, Worker
 from gkd.config import Cluster
 from gkd.errors import RunFailed
 
-LOG = logging.getLogger("gkd")
+log = logging.getLogger("gkd")
 LOG_EVERY_S, LOG_SELDOM_S = 5.0, 60.0  # at first, and in the end: some wait beside a run, or for other runs
 READY_S = 5.0  # a reservation that fits is granted in milliseconds; longer means that someone else was faster
 LONGEST_PAUSE_S = 8.0
@@ -107,7 +107,7 @@ def reserve(
             )
         if time.monotonic() - logged >= every:
             logged, every = time.monotonic(), min(2 * every, LOG_SELDOM_S)
-            LOG.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
+            log.info("waiting for GPUs: %s; giving up in %.0f s", state, deadline - logged)
         time.sleep(wait)
         nodes = read_nodes(indices)  # nodes come and go
     raise RunFailed("the run has ended")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gkd.durable import Checksum, compute_checksum, flush, reason, replace
+from gkd.errors import describe_error
 from gkd.version import __version__
 
 STATE = "state.json"
@@ -112,7 +113,7 @@ def read(path: Path) -> SavedCheckpoint:
     except OSError as error:
         raise DamagedCheckpoint(reason(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{STATE} cannot be read: {type(error).__name__}: {error}") from None
+        raise DamagedCheckpoint(f"{STATE} cannot be read: {describe_error(error)}") from None
     if strange := [name for name in saved.files if not _RANK_FILE.fullmatch(name)]:
         raise DamagedCheckpoint(f"{STATE} names {strange[0]!r}, which is no file of a checkpoint")
     return saved

@@ -18,7 +18,7 @@ from gkd.config import Config
 from gkd.driver.checkpoints import checkpoint
 from gkd.driver.checkpoints.checkpoint import RANKS, Cause, RunState, SavedCheckpoint
 from gkd.durable import Checksum, reason
-from gkd.errors import RunFailed, one_line
+from gkd.errors import RunFailed, describe_error
 from gkd.observability import events
 from gkd.observability.metrics import keep_finite
 
@@ -183,7 +183,7 @@ class Checkpoints:
     def _describe_failure(self, error: Exception) -> str:
         if isinstance(error, OSError):
             return reason(error, self.directory)
-        return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {one_line(error)}"
+        return str(error) if isinstance(error, RunFailed) else describe_error(error)
 
     def _forget(self, newest: int) -> None:
         """Delete all but the newest ones: of those by time what is not among the newest of all.

@@ -11,12 +11,13 @@ from typing import Any
 from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.compose import compose
+from gkd.config.device import GB
 from gkd.config.loading import read_yaml
 from gkd.config.overrides import flatten
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, describe_error
 from gkd.observability.metrics import Z_95, wilson_interval
 from gkd.observability.run_files import RunFiles
-from gkd.planning.layout import GB, Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
 from gkd.planning.memory.colocation import all_memory
 
 MAX_ROWS = 10_000
@@ -162,7 +163,7 @@ def read_spans(file: Path) -> list[dict[str, Any]]:
             for e in [e for e in events if e["ph"] == "X"][-MAX_SPANS:]
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is no Chrome trace: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{file} is no Chrome trace: {describe_error(error)}") from None
 
 
 def _version(file: Path) -> str | None:

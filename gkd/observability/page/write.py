@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd import durable
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError, describe_error
 from gkd.observability.page.run import MAX_ROWS, describe
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.run_files import RunFiles
@@ -85,7 +85,7 @@ def write_at_end(output: Path) -> Path | None:
     except ConfigError as error:
         log.warning("%s could not be written: %s", NAME, error)
     except Exception as error:  # such as a file that somebody else has changed
-        log.warning("%s could not be written: %s: %s", NAME, type(error).__name__, one_line(error))
+        log.warning("%s could not be written: %s", NAME, describe_error(error))
     else:
         return output / NAME
     return None

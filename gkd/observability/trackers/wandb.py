@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from gkd.config.base import Settings
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError, describe_error
 from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, sample_table
 
 STEP = "trainer/step"
@@ -46,7 +46,7 @@ class WandB(Tracker):
         except Exception as error:  # no key, no network, no such project: wandb has many names for it
             self._end()
             raise ConfigError(
-                f"trainer.trackers: wandb did not start: {type(error).__name__}: {one_line(error)} "
+                f"trainer.trackers: wandb did not start: {describe_error(error)} "
                 "(WANDB_MODE=offline needs neither a key nor a network)"
             ) from None
 

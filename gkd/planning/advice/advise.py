@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config import Config, Engine, load
+from gkd.config.device import GB
 from gkd.errors import ConfigError
 from gkd.planning.advice.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
 from gkd.planning.layout import (
-    GB,
     Layout,
     Models,
     cpu_hardware,

@@ -10,10 +10,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from gkd.config.device import GB
 from gkd.planning.advice.advise import Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
-from gkd.planning.layout import GB, Layout
+from gkd.planning.layout import Layout
 from gkd.planning.memory.colocation import all_memory, needs_offload
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape

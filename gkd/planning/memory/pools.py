@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from gkd.config import Config, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
-from gkd.planning.layout import F32, GB, GIB, Layout, engine_class
+from gkd.config.device import GB, GIB
+from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
 from gkd.planning.shapes import ModelShape
 

@@ -91,7 +91,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
         assert len(caplog.messages) == 1
         assert caplog.messages[0].startswith("rollout rank 3 (pid ")
         caplog.clear()
-        samples = rollout.sample(make_requests(13), timeout_s=120)
+        samples = rollout.collect(rollout.submit(make_requests(13)), timeout_s=120)
     assert [sample.prompt_id for sample in samples] == list(range(13))
     assert {sample.worker for sample in samples} == {0}
     assert rollout.present_engines == [0]
@@ -102,7 +102,7 @@ def test_engines_that_hang_are_ended_and_others_do_their_work(
     assert Path(f"/proc/{pids[0]}").exists()
     rollout.living_group.control("get_stuck", timeout_s=30)
     with pytest.raises(RunFailed, match=r"^rollout rank 0 \(pid \d+ .*\b5 s"):
-        rollout.sample(make_requests(2), timeout_s=120)
+        rollout.collect(rollout.submit(make_requests(2)), timeout_s=120)
 
 
 def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_given_up(
@@ -148,9 +148,12 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
             samples = rollout.collect(kill(killed), timeout_s=120)
             assert [sample.prompt_id for sample in samples] == list(range(30))
             while len(rollout.working_engines) < 2:
-                rollout.sample(make_requests(8), timeout_s=120)
+                rollout.collect(rollout.submit(make_requests(8)), timeout_s=120)
             assert sorted(sent) == killed
-            assert {sample.worker for sample in rollout.sample(make_requests(8), timeout_s=120)} == {0, 1}
+            assert {sample.worker for sample in rollout.collect(rollout.submit(make_requests(8)), timeout_s=120)} == {
+                0,
+                1,
+            }
         keys = kill([0, 1])
         with pytest.raises(RunFailed, match=r"^rollout rank \d \(.* died: "):
             rollout.collect(keys, timeout_s=120)
@@ -224,13 +227,13 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     """A batch, which ends the run; one engine of two with new weights, which is ended itself."""
     rollout = start(engines, 2)
     with pytest.raises(RunFailed, match=r"3 samples .* 0\.5 s .*: rollout rank 0 .*\b2\b"):
-        rollout.sample(make_requests(3), timeout_s=0.5)
+        rollout.collect(rollout.submit(make_requests(3)), timeout_s=0.5)
     pids = [report.pid for report in rollout.group.reports]
     os.kill(pids[1], signal.SIGSTOP)
     assert set(rollout.call_engines("progress", timeout_s=5.0, activity="telling")) == {0}
     assert rollout.present_engines == [0]
     assert eventually(lambda: not alive(pids[1]), 60)
-    assert len(rollout.sample(make_requests(2), timeout_s=60)) == 2
+    assert len(rollout.collect(rollout.submit(make_requests(2)), timeout_s=60)) == 2
 
 
 def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Group]) -> None:

@@ -17,14 +17,14 @@ from gkd.config import Algorithm, Rollout, Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.engine import EngineSpec
-from gkd.inference.requests import FULL_VOCABULARY, GenerateRequest, ScoreRequest, ScorerRejected
+from gkd.inference.requests import GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.inference.vllm_scorer import RESULT_BYTES
 from gkd.losses.objective import objective
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Spans, Target, VersionSpan
-from tests.scoring.table import KEY
+from tests.scoring.table import FULL_VOCABULARY, KEY
 from tests.vllm.conftest import CHUNK, VLLM_LENGTH, VLLM_VOCABULARY
 
 

@@ -80,7 +80,7 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
         actor_group.load()
         sync = WeightSync(actor_group, rollout, engines.reports, config)
         sample_requests = requests(Sampling(12))
-        rollout.sample(sample_requests, 120)  # fills the prefix cache with the old weights
+        rollout.collect(rollout.submit(sample_requests), 120)  # fills the prefix cache with the old weights
         passes = progress(rollout)
         in_flight, deadline = rollout.submit(requests(Sampling(40), 20)), time.monotonic() + 60
         while not all(now > before for (before, _), (now, _) in zip(passes, progress(rollout), strict=True)):
@@ -93,7 +93,7 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
                 assert {span.version for sample in samples for span in sample.versions} == {0, 1}
                 require_logprobs_of_versions([make(False, 0), trained], samples)
             if version < 3:
-                finished = rollout.sample(sample_requests, 120)
+                finished = rollout.collect(rollout.submit(sample_requests), 120)
                 samples = [scored.sample for scored in rollout.fetch(finished)]
                 assert {span.version for sample in samples for span in sample.versions} == {version}
                 assert worst_difference(trained, sample_requests, samples) < 2e-3

@@ -101,11 +101,11 @@ def test_the_engine_samples_from_the_actors_weights(
         actor_group.load()
         sync = WeightSync(actor_group, rollout, engine.reports, config)
         sample_requests = requests(Sampling(12))
-        rollout.sample(sample_requests, 120)  # fills the prefix cache with the old weights
+        rollout.collect(rollout.submit(sample_requests), 120)  # fills the prefix cache with the old weights
         for version in (1, 2):  # a second one finds nothing in the way of the first
             actor_group.version = version
             sync.push()
-            finished = rollout.sample(sample_requests, 120)
+            finished = rollout.collect(rollout.submit(sample_requests), 120)
             samples = [scored.sample for scored in rollout.fetch(finished)]
             assert {span.version for sample in samples for span in sample.versions} == {version}
             assert worst_difference(trained, sample_requests, samples) < 2e-3
