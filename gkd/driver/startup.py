@@ -14,6 +14,7 @@ from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.config.device import require_device
+from gkd.config.transfer import choose_transfer
 from gkd.data.stream import PromptStream
 from gkd.driver.groups.engines import RolloutEngines
 from gkd.driver.groups.scorers import Scorers
@@ -25,7 +26,6 @@ from gkd.driver.validation.val_sets import ValSets
 from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.group import RolloutGroup
 from gkd.scoring.client import ScoringClient
-from gkd.weights.choice import choose
 
 log = logging.getLogger("gkd")
 
@@ -123,6 +123,6 @@ def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     cannot.
     """
     name = config.weights.transfer
-    way = choose(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
+    way = choose_transfer(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
     log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, name)
     return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gkd.config.transfer import Place
 from gkd.errors import ConfigError, RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Bucket, Place, Receiver, Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Bucket, Receiver, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from gkd.config.transfer import Place
 from gkd.errors import RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Bucket, Place, Receiver, Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Bucket, Receiver, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     from torch import Tensor

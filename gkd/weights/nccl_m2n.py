@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from gkd.config.transfer import Place
 from gkd.errors import RunFailed
 from gkd.weights.nccl import make_unique_id, require_enabled, use_stream_apart
 from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
-from gkd.weights.transfer import Place
 
 MOST_RANKS = 16
 """Parts that the library puts together to one whole tensor: MAX_SOURCE_SHARDS in vLLM's m2n_common."""

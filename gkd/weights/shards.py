@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from gkd.weights.transfer import Place, Transfer, find_gpu_obstacle
+from gkd.config.transfer import Place
+from gkd.weights.transfer import Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch

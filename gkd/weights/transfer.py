@@ -11,7 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gkd.config.transfer import Place
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +41,6 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"weights version {self.version}, bucket {self.number + 1}"
-
-
-class Place(Protocol):
-    """A worker, as a transfer needs it: on which device and which GPUs."""
-
-    @property
-    def device(self) -> str:
-        """``cpu`` or ``cuda``."""
-
-    @property
-    def gpu_uuids(self) -> list[str]:
-        """UUIDs of the worker's GPUs."""
 
 
 class Sender(ABC):

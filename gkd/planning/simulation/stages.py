@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gkd.config import TRANSFERS, Config, Engine, Pool
+from gkd.config.transfer import choose_transfer
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.pools import concurrent_sequences, kv_bytes
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
-from gkd.weights.choice import choose
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
 ENGINE_STEP_S = 0.004  # of vLLM's own work a step: 512 steps of 128 sequences of a 0.5B model took 2.46 s on an H200
@@ -290,7 +290,7 @@ def transfer_of(layout: Layout) -> str:
     colocated = is_cpu or "rollout" in config.groups_on_actor_gpus()
     device = "cpu" if is_cpu else "cuda"
     actor, rollout = _Worker(device, ["GPU-0"]), _Worker(device, ["GPU-0" if colocated else "GPU-1"])
-    return choose(config.weights, config.rollout, [actor], [rollout])
+    return choose_transfer(config.weights, config.rollout, [actor], [rollout])
 
 
 @dataclass(frozen=True)

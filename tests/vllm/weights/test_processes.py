@@ -21,12 +21,12 @@ from gkd.cluster.workers.group import Group, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, Weights, load
 from gkd.config.device import installed_device
+from gkd.config.transfer import choose_transfer
 from gkd.data.model_info import ModelInfo
 from gkd.driver.groups.weight_sync import WeightSync
 from gkd.inference.engine import EngineSpec
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Sampling
-from gkd.weights.choice import choose
 from tests.vllm.inference.test_engines import EOS, N_TOKENS, SHAPE, make, requests, worst_difference
 from tests.weights.reports import report
 
@@ -80,7 +80,7 @@ def test_the_engine_samples_from_the_actors_weights(
     paths = save(make(tied, seed=0), tmp_path / "before"), save(trained, tmp_path / "trained")
     actor, engine = worker("actor", 0), worker("rollout", engine_gpu)
     if transfer != "object_store":
-        assert choose(Weights(), config.rollout, actor.reports, engine.reports) == transfer
+        assert choose_transfer(Weights(), config.rollout, actor.reports, engine.reports) == transfer
     model = ModelInfo(SHAPE["vocab_size"], SHAPE["max_position_embeddings"], [EOS], N_TOKENS)
     surroundings = environment(HERE, [], 1)
     gather(

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from gkd.config import TRANSFERS, Rollout, Weights
+from gkd.config.cluster import TRANSFERS, Weights
+from gkd.config.groups import Rollout
 from gkd.errors import ConfigError
-from gkd.weights.transfer import Place
 
 
-def choose(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str:
+class Place(Protocol):
+    """A worker, as a transfer needs it: on which device and which GPUs."""
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """UUIDs of the worker's GPUs."""
+
+
+def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str:
     """Return the transfer that ``weights.transfer`` stands for; ``auto`` is the first of TRANSFERS that can work.
 
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gkd.actor.worker import ActorWorker
 from gkd.config import Rollout, Weights
 from gkd.config.compose import compose
+from gkd.config.transfer import choose_transfer
 from gkd.errors import ConfigError
-from gkd.weights.choice import choose
 from tests.weights.reports import reports
 
 G = [f"GPU-{i}" for i in range(6)]
@@ -37,10 +37,12 @@ SIM = [f"SIM-ab-{i}" for i in range(4)]
     ],
 )
 def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engine: str, way: str) -> None:
-    found = choose(Weights(), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
+    found = choose_transfer(Weights(), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
     assert found == way
     assert (
-        choose(Weights(transfer=way), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
+        choose_transfer(
+            Weights(transfer=way), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout)
+        )
         == way
     )
 
@@ -68,7 +70,7 @@ def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engin
 )
 def test_a_way_that_cannot_work_is_one_line(transfer: str, actor: list[str], rollout: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        choose(Weights(transfer=transfer), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
+        choose_transfer(Weights(transfer=transfer), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
     assert str(caught.value).startswith(f"weights.transfer={transfer}: ")
     assert "\n" not in str(caught.value)
 
@@ -84,11 +86,13 @@ def test_ways_of_shards_are_chosen_by_name_alone_and_say_what_they_lack(monkeypa
         with pytest.raises(
             ConfigError, match=rf"weights.transfer={way}: .*{reason}.*; weights.transfer=nccl or .*would"
         ):
-            choose(Weights(transfer=way), Rollout(), *apart)
+            choose_transfer(Weights(transfer=way), Rollout(), *apart)
         monkeypatch.setattr("gkd.weights.shards.is_installed", lambda module: True)
-        assert choose(Weights(transfer=way), Rollout(), *apart) == way
-        assert choose(Weights(), Rollout(), *apart) == "nccl"
-        assert choose(Weights(), Rollout(), reports("actor", G[0], G[1]), reports("rollout", G[0], G[2])) != way
+        assert choose_transfer(Weights(transfer=way), Rollout(), *apart) == way
+        assert choose_transfer(Weights(), Rollout(), *apart) == "nccl"
+        assert (
+            choose_transfer(Weights(), Rollout(), reports("actor", G[0], G[1]), reports("rollout", G[0], G[2])) != way
+        )
         for actor, rollout, why in (
             ([SIM[0]], [SIM[1]], "computes on a CPU"),
             (["MIG-1"], ["MIG-2"], r"slice of a GPU \(MIG\)"),
@@ -96,10 +100,12 @@ def test_ways_of_shards_are_chosen_by_name_alone_and_say_what_they_lack(monkeypa
             ([G[0]], [G[1], G[1]], r"rollout rank 1 .* and rollout rank 0 .* both on GPU-1"),
         ):
             with pytest.raises(ConfigError, match=f"weights.transfer={way}: .*{why}"):
-                choose(Weights(transfer=way), Rollout(), reports("actor", *actor), reports("rollout", *rollout))
+                choose_transfer(
+                    Weights(transfer=way), Rollout(), reports("actor", *actor), reports("rollout", *rollout)
+                )
     many = reports("actor", *(f"GPU-a{i}" for i in range(17)))
     with pytest.raises(ConfigError, match=r"nccl_m2n: .*\b17 ranks, .*\b16 parts\b.*; .*sharded_rdt or "):
-        choose(Weights(transfer="nccl_m2n"), Rollout(), many, reports("rollout", G[0]))
+        choose_transfer(Weights(transfer="nccl_m2n"), Rollout(), many, reports("rollout", G[0]))
 
 
 @pytest.mark.parametrize("transfer", ["nccl_m2n", "sharded_rdt"])
@@ -127,7 +133,9 @@ def test_the_hf_engine_is_refused_before_anything_starts(transfer: str) -> None:
     with pytest.raises(ConfigError, match=rf"weights.transfer={transfer}: rollout.engine=hf .*object_store"):
         compose([f"weights.transfer={transfer}", "rollout.engine=hf"])
     with pytest.raises(ConfigError, match=r"rollout\.engine=hf .*object_store"):
-        choose(Weights(transfer=transfer), Rollout(engine="hf"), reports("actor", G[0]), reports("rollout", G[0]))
+        choose_transfer(
+            Weights(transfer=transfer), Rollout(engine="hf"), reports("actor", G[0]), reports("rollout", G[0])
+        )
     assert compose(["rollout.engine=hf"]).weights.transfer == "auto"
 
 
@@ -154,8 +162,8 @@ def test_an_adapter_that_cannot_go_alone_is_refused_by_name(overrides: list[str]
 
 def test_an_adapter_alone_goes_through_the_host() -> None:
     who = reports("actor", G[0]), reports("rollout", G[1])
-    assert choose(Weights(adapter_only=True), Rollout(engine="vllm"), *who) == "object_store"
-    assert choose(Weights(), Rollout(engine="vllm"), *who) == "nccl"
+    assert choose_transfer(Weights(adapter_only=True), Rollout(engine="vllm"), *who) == "object_store"
+    assert choose_transfer(Weights(), Rollout(engine="vllm"), *who) == "nccl"
 
 
 places = st.sampled_from([*G, SIM[0]])
@@ -172,13 +180,13 @@ def test_every_placement_has_a_way_and_no_other_is_accepted(actor: list[str], ro
     can = {"ipc": on_gpus and set(rollout) <= set(actor), "nccl": on_gpus and actor[0] not in rollout}
     can["object_store"] = True
     who = reports("actor", *actor), reports("rollout", *rollout)
-    assert choose(Weights(), Rollout(engine=engine), *who) == next(way for way in can if can[way])
+    assert choose_transfer(Weights(), Rollout(engine=engine), *who) == next(way for way in can if can[way])
     for way, possible in can.items():
         if possible:
-            assert choose(Weights(transfer=way), Rollout(engine=engine), *who) == way
+            assert choose_transfer(Weights(transfer=way), Rollout(engine=engine), *who) == way
         else:
             with pytest.raises(ConfigError, match=f"weights.transfer={way}: "):
-                choose(Weights(transfer=way), Rollout(engine=engine), *who)
+                choose_transfer(Weights(transfer=way), Rollout(engine=engine), *who)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
