@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gkd.config.base import Settings
+from gkd.config.endpoint import OpenAIEndpoint
 from gkd.config.eval_set import EvalSet
 from gkd.config.open import OpenSections
 from gkd.config.registry import Registry, make_absolute
@@ -23,21 +23,10 @@ STRATEGIES = Registry(
 )
 
 
-class Endpoint(Settings):
-    """A model behind an OpenAI-compatible endpoint."""
+class Endpoint(OpenAIEndpoint):
+    """A model that is evaluated behind an endpoint."""
 
-    url: str = Field("", description="base URL, such as http://HOST:8000/v1")
-    model: str = Field("", description="name of the model there")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
-    timeout_s: float = Field(600.0, gt=0, description="time one attempt has")
-    retries: int = Field(2, ge=0, description="further attempts after one that failed")
     concurrency: int = Field(16, ge=1, le=4096, description="questions under way at the same time")
-
-    @model_validator(mode="after")
-    def _endpoint_is_named(self) -> Endpoint:
-        if not self.url.startswith(("http://", "https://")) or not self.model:
-            raise ValueError("url, such as http://HOST:8000/v1, and model are needed")
-        return self
 
 
 class Evaluate(OpenSections):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,12 +100,7 @@ class EndpointReplies:
         from openai import AsyncOpenAI
 
         settings, self._client = self.model.settings, asyncio.get_running_loop().create_future()
-        client = AsyncOpenAI(
-            base_url=settings.url,
-            api_key=os.environ.get(settings.api_key_env, "none"),
-            timeout=settings.timeout_s,
-            max_retries=settings.retries,
-        )
+        client = AsyncOpenAI(**settings.client_arguments())
         async with client:
             self._client.set_result(client)
             await asyncio.Event().wait()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from gkd.config.base import Settings
+from gkd.config.endpoint import OpenAIEndpoint
 from gkd.rewards.completion import Completion, RewardFunction
 
 if TYPE_CHECKING:
@@ -22,12 +21,9 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 class Judge(RewardFunction):
     """Gives the first number in the judge's answer, divided by ``scale``."""
 
-    class Config(Settings):
+    class Config(OpenAIEndpoint):
         """The model, what it reads, and how long it may take."""
 
-        url: str | None = Field(None, description="base URL of the endpoint, such as http://HOST:8000/v1")
-        model: str | None = Field(None, description="name of the model there")
-        api_key_env: str = Field("OPENAI_API_KEY", description="environment variable on the rollout nodes with the key")
         prompt: str = Field(
             "Rate the response to the question from 0 (useless) to 10 (perfect). Say only the number.\n\n"
             "Question:\n{prompt}\n\nResponse:\n{response}\n",
@@ -38,12 +34,6 @@ class Judge(RewardFunction):
         timeout_s: float = Field(4.0, gt=0, description="time one attempt has, within reward.timeout_s for all of them")
         retries: int = Field(1, ge=0, description="further attempts after one that failed")
         slow_s: float = Field(6.0, gt=0, description="mean time of a step's calls beyond which a warning is given")
-
-        @model_validator(mode="after")
-        def _endpoint_is_named(self) -> Judge.Config:
-            if self.url is None or self.model is None:
-                raise ValueError("the reward judge needs reward.judge.url and reward.judge.model")
-            return self
 
     advice_when_slow: ClassVar[str] = "lower reward.judge.max_tokens or choose a smaller reward.judge.model"
     config: Config
@@ -61,7 +51,7 @@ class Judge(RewardFunction):
         question = _PLACE.sub(lambda place: texts[place[1]], config.prompt)
         try:
             reply = self._client.chat.completions.create(
-                model=config.model or "",
+                model=config.model,
                 messages=[{"role": "user", "content": question}],
                 max_tokens=config.max_tokens,
                 temperature=0.0,
@@ -80,9 +70,4 @@ class Judge(RewardFunction):
         """Connect once a process."""
         from openai import OpenAI
 
-        return OpenAI(
-            base_url=self.config.url,
-            api_key=os.environ.get(self.config.api_key_env, "none"),
-            timeout=self.config.timeout_s,
-            max_retries=self.config.retries,
-        )
+        return OpenAI(**self.config.client_arguments())

@@ -1,0 +1,35 @@
+"""A model behind an OpenAI-compatible endpoint: what a judge and an evaluated model have in common."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from gkd.config.base import Settings
+
+
+class OpenAIEndpoint(Settings):
+    """Where the model is, and how long one attempt may take."""
+
+    url: str = Field("", description="base URL, such as http://HOST:8000/v1")
+    model: str = Field("", description="name of the model there")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on the nodes that call the model")
+    timeout_s: float = Field(600.0, gt=0, description="time one attempt has")
+    retries: int = Field(2, ge=0, description="further attempts after one that failed")
+
+    @model_validator(mode="after")
+    def _endpoint_is_named(self) -> Self:
+        if not self.url.startswith(("http://", "https://")) or not self.model:
+            raise ValueError("url, such as http://HOST:8000/v1, and model are needed")
+        return self
+
+    def client_arguments(self) -> dict[str, Any]:
+        """Return arguments of OpenAI's clients, with the key of this process' environment."""
+        return {
+            "base_url": self.url,
+            "api_key": os.environ.get(self.api_key_env, "none"),
+            "timeout": self.timeout_s,
+            "max_retries": self.retries,
+        }
