@@ -24,11 +24,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not 0 < options.every <= 86_400:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
-    from gkd.observability.page.write import NAME, write_page
+    from gkd.config.output_files import REPORT
+    from gkd.observability.page.write import write_page
     from gkd.observability.run_files import RunFiles
 
     runs = [RunFiles(path) for path in dict.fromkeys(options.runs)]
-    file: Path = options.output or runs[0].path / NAME
+    file: Path = options.output or runs[0].path / REPORT
     for run in runs:
         if not run.rows:
             raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")

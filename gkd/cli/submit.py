@@ -187,10 +187,11 @@ def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
 def _show(runs: Sequence[JobRun], codes: Sequence[int]) -> None:
     """Print what the runs of a sweep came to, where their directory is to be seen from here."""
     from gkd.cli.sweep import SweptRun, show
+    from gkd.config.output_files import SUMMARY
     from gkd.observability.progress import console
 
     directory = runs[0].output.parent
-    there = [(directory / run.output.name / "summary.json").exists() for run in runs]
+    there = [(directory / run.output.name / SUMMARY).exists() for run in runs]
     ends = [code if code or seen else -1 for code, seen in zip(codes, there, strict=True)]
     if any(there):
         show([SweptRun(run.output.name, ()) for run in runs], ends, directory, console())

@@ -20,11 +20,12 @@ from rich.table import Table
 
 from gkd.cli.compare import show_each_score
 from gkd.config import Config, quote, user_path
+from gkd.config.output_files import METRICS, REPORT
 from gkd.driver.output_dir import make_directory, require_no_run, require_writable
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals
-from gkd.observability.page.write import NAME, write_page
+from gkd.observability.page.write import write_page
 from gkd.observability.progress import console
 from gkd.observability.report import Summary, read
 from gkd.observability.run_files import RunFiles
@@ -157,10 +158,10 @@ def show(runs: Sequence[SweptRun], codes: Sequence[int], directory: Path, out: C
     out.print()
     out.print(table)
     _compare([directory / run.name for run, code in zip(runs, codes, strict=True) if code == 0], out)
-    there = [directory / run.name for run in runs if (directory / run.name / "metrics.jsonl").exists()]
+    there = [directory / run.name for run in runs if (directory / run.name / METRICS).exists()]
     if there:
-        write_page([RunFiles(path) for path in there], directory / NAME)
-        out.print(f"\nall runs over each other: {directory / NAME}", soft_wrap=True)
+        write_page([RunFiles(path) for path in there], directory / REPORT)
+        out.print(f"\nall runs over each other: {directory / REPORT}", soft_wrap=True)
 
 
 def _with_interval(summary: Summary, name: str) -> str:

@@ -15,7 +15,7 @@ class OpenAIEndpoint(Settings):
 
     url: str = Field("", description="base URL, such as http://HOST:8000/v1")
     model: str = Field("", description="name of the model there")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on the nodes that call the model")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on nodes that call it")
     timeout_s: float = Field(600.0, gt=0, description="time one attempt has")
     retries: int = Field(2, ge=0, description="further attempts after one that failed")
 

@@ -51,7 +51,9 @@ def make_directory(path: Path) -> None:
 
 def require_no_run(path: Path, resume: bool) -> None:
     """Raise ConfigError for the directory of a run, unless that is to go on."""
-    held = [name for name in ("metrics.jsonl", "summary.json", "model") if (path / name).exists()]
+    from gkd.config.output_files import METRICS, SUMMARY
+
+    held = [name for name in (METRICS, SUMMARY, "model") if (path / name).exists()]
     if held and not resume:
         raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
 

@@ -18,6 +18,7 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, pl
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
+from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
 from gkd.driver.checkpoints.resume import cut
@@ -62,7 +63,7 @@ def drive(
     ``saved`` is the checkpoint that it goes on from.
     """
     try:
-        with Events(output / "events.jsonl", _first_step(saved)) as events:
+        with Events(output / EVENTS, _first_step(saved)) as events:
             if saved is None:
                 note("start", f"gkd {__version__}, recipe {config.recipe}")
             else:
@@ -101,14 +102,14 @@ def _drive(
     ):
         progress.show_status("loading models")
         system = start(config, inputs, placement)
-        system.parts.rollout.queue_file = QueueFile(output / "engines.json")
-        files = output / "metrics.jsonl", output / "samples.jsonl"
+        system.parts.rollout.queue_file = QueueFile(output / ENGINES)
+        files = output / METRICS, output / SAMPLES
         first = 0 if saved is None else _forget_after(saved, output, *files)
         with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
-            timeline = Timeline(output / "timeline.json", config.trainer.n_timeline_steps, first)
+            timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first)
             stop = EarlyStop(config.trainer.stop_early, files[0])
             run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best, stop)
             try:
@@ -134,7 +135,7 @@ def _forget_after(saved: SavedCheckpoint, output: Path, metrics: Path, samples: 
     """Forget what the run's files state of steps after a checkpoint, and of its end; returns the checkpoint's step."""
     cut(metrics, saved.state.last_logged_step)
     cut(samples, saved.state.step)
-    for file in (output / "summary.json", *output.glob("results/*.json")):
+    for file in (output / SUMMARY, *output.glob("results/*.json")):
         file.unlink(missing_ok=True)  # of an end that is not the end any more
     return saved.state.step
 
@@ -150,7 +151,7 @@ def _print_pace(config: Config, output: Path, log: RunLog, requested: Config | N
 
 def _write(config: Config, output: Path) -> None:
     text = OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
-    replace(output / "config.yaml", f"# gkd {__version__}\n{text}".encode())
+    replace(output / CONFIG, f"# gkd {__version__}\n{text}".encode())
 
 
 def _first_step(saved: SavedCheckpoint | None) -> int:
@@ -248,10 +249,10 @@ def _place_and_show(config: Config, session: Session, output: Path) -> Placement
         placement = place(config, session, nodes_come=restarts() > 0)
     except PlacementFault as fault:
         print_table(fault.placement.reports)
-        fault.placement.write_json(output / "placement.json")
+        fault.placement.write_json(output / PLACEMENT)
         raise
     print_table(placement.reports, narrow=True)
-    placement.write_json(output / "placement.json")
+    placement.write_json(output / PLACEMENT)
     return placement
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gkd.config.output_files import CONFIG
 from gkd.errors import ConfigError
 from gkd.evaluation.paired import PairedDifference, compare_paired, holm
 from gkd.evaluation.results import Results, read_results
@@ -54,7 +55,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if files := _sort_by_name((path / "results").glob("*.json")):
         return files
-    if (path / "config.yaml").exists():
+    if (path / CONFIG).exists():
         raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
     files = _sort_by_name(path.glob("*.json")) or _sort_by_name(path.glob("*/results/*.json"))
     if not files:

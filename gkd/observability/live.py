@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.cluster.health.queues import Queues
+from gkd.config.output_files import SAMPLES
 from gkd.observability.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def view(run: RunFiles) -> list[RenderableType]:
         parts += ["", engines(queues)]
     if text := warnings(run.events):
         parts += ["", text]
-    if text := last_sample(run.path / "samples.jsonl"):
+    if text := last_sample(run.path / SAMPLES):
         parts += ["", text]
     return parts
 

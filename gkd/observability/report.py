@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from gkd.config.output_files import SUMMARY
 from gkd.durable import replace
 from gkd.version import __version__
 
@@ -40,12 +41,12 @@ def line(values: Values) -> str:
 def write(summary: Summary, output_dir: Path) -> None:
     """Write summary.json."""
     text = json.dumps(asdict(summary), indent=2, allow_nan=False)
-    replace(output_dir / "summary.json", f"{text}\n".encode())
+    replace(output_dir / SUMMARY, f"{text}\n".encode())
 
 
 def read(output_dir: Path) -> Summary:
     """Read summary.json; what only other versions write is left out. Raises OSError."""
-    content = json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))
+    content = json.loads((output_dir / SUMMARY).read_text(encoding="utf-8"))
     names = {field.name for field in fields(Summary)}
     return Summary(**{name: value for name, value in content.items() if name in names})
 
@@ -53,7 +54,7 @@ def read(output_dir: Path) -> Summary:
 def steps_done(output_dir: Path) -> int | None:
     """Return the steps of a run that has ended, by summary.json; None of one that has not."""
     try:
-        return int(json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))["steps"])
+        return int(json.loads((output_dir / SUMMARY).read_text(encoding="utf-8"))["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

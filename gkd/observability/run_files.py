@@ -12,13 +12,14 @@ import psutil
 
 from gkd.cluster.health.queues import EngineQueue, Queues
 from gkd.config.loading import read_yaml
+from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, whole_lines
 from gkd.durable import hold
 from gkd.errors import ConfigError, one_line
 
 AGAIN_S = 60.0
 """Time after which a run that has ended has not begun again by itself (trainer.restarts)."""
 
-WRITTEN = ("config.yaml", "placement.json", "engines.json", "metrics.jsonl", "events.jsonl", "samples.jsonl")
+WRITTEN = (CONFIG, PLACEMENT, ENGINES, METRICS, EVENTS, SAMPLES)
 """Files that a run writes and nobody else, as ``gkd report`` writes its page."""
 
 
@@ -27,9 +28,9 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not (path / "config.yaml").exists():
+        if not (path / CONFIG).exists():
             raise ConfigError(f"{path}: there is no run here (no config.yaml)")
-        tree = read_yaml(path / "config.yaml")
+        tree = read_yaml(path / CONFIG)
         try:
             self.total_steps = int(tree["trainer"]["total_steps"])
             self.transfer = str(tree.get("weights", {}).get("transfer", "auto"))
@@ -39,7 +40,7 @@ class RunFiles:
     @property
     def is_finished(self) -> bool:
         """Return whether the run has come to its end."""
-        return (self.path / "summary.json").exists()
+        return (self.path / SUMMARY).exists()
 
     @property
     def has_ended(self) -> bool:
@@ -83,18 +84,18 @@ class RunFiles:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Return lines of metrics.jsonl that are whole."""
-        return whole_lines(self.path / "metrics.jsonl", step=int)
+        return whole_lines(self.path / METRICS, step=int)
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Return lines of events.jsonl that are whole."""
-        return whole_lines(self.path / "events.jsonl", kind=str, time=float, text=str)
+        return whole_lines(self.path / EVENTS, kind=str, time=float, text=str)
 
     def summary(self) -> dict[str, Any] | None:
         """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
         if not self.is_finished:
             return None
-        content: dict[str, Any] = _read(self.path / "summary.json", dict)
+        content: dict[str, Any] = _read(self.path / SUMMARY, dict)
         return content
 
     @property
@@ -112,7 +113,7 @@ class RunFiles:
 
     def queues(self) -> Queues | None:
         """Return engines.json, None where there is none. Raises ConfigError where it cannot be read."""
-        file = self.path / "engines.json"
+        file = self.path / ENGINES
         if not file.exists():
             return None
         content = _read(file, dict)
@@ -124,7 +125,7 @@ class RunFiles:
 
     def placement(self) -> list[dict[str, Any]]:
         """Return records of placement.json; none before the workers are placed."""
-        file = self.path / "placement.json"
+        file = self.path / PLACEMENT
         placed: list[dict[str, Any]] = _read(file, list) if file.exists() else []
         return placed
 
@@ -149,24 +150,3 @@ def _read(file: Path, kind: type) -> Any:
     if not isinstance(content, kind):
         raise ConfigError(f"{file} cannot be read: it holds no {kind.__name__}")
     return content
-
-
-def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file without a last line that is not whole; none where there is no file.
-
-    ``fields``: what every one of them has, and of which type. Raises ConfigError, naming the line, for other lines.
-    """
-    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            for name, kind in fields.items():
-                if not isinstance(row[name], (int, float) if kind is float else kind):
-                    raise TypeError(f"{name} is no {kind.__name__}")
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{file} line {number} cannot be read: {error}") from None
-        except KeyError as error:
-            raise ConfigError(f"{file} line {number} cannot be read: it has no {error.args[0]}") from None
-        rows.append(row)
-    return rows

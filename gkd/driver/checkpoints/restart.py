@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.config import Config, quote
+from gkd.config.output_files import METRICS, SAMPLES
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed
 from gkd.observability.run_files import RunFiles
@@ -59,6 +60,6 @@ def start_over(output: Path) -> bool:
     """Forget what a run had logged that begins again without any checkpoint; returns whether that is so."""
     if not restarts() or complete(output / "checkpoints"):
         return False
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in (METRICS, SAMPLES):
         (output / name).unlink(missing_ok=True)
     return True

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
+from gkd.config.output_files import METRICS
 from gkd.config.overrides import flatten
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, newest_intact, step_of
@@ -47,7 +48,7 @@ def explain_finished(config: Config, output: Path) -> str | None:
         raise ConfigError(
             f"trainer.resume=true: the run in {output} has done {steps} steps, more than trainer.total_steps={total}"
         )
-    stopped = None if steps == total else EarlyStop(config.trainer.stop_early, output / "metrics.jsonl").reason
+    stopped = None if steps == total else EarlyStop(config.trainer.stop_early, output / METRICS).reason
     if steps < total and stopped is None:
         return None
     model = output / "model"

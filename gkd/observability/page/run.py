@@ -13,6 +13,7 @@ from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.device import GB
 from gkd.config.loading import read_yaml
+from gkd.config.output_files import CONFIG, TIMELINE
 from gkd.config.overrides import flatten
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.metrics import Z_95, wilson_interval
@@ -39,14 +40,14 @@ OF_THE_RUN = (
 
 def describe(files: RunFiles) -> dict[str, Any]:
     """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
-    tree, all_rows = read_yaml(files.path / "config.yaml"), files.rows
+    tree, all_rows = read_yaml(files.path / CONFIG), files.rows
     rows = thin_out(all_rows)
     config, summary = _config(tree), files.summary()
     return {
         "name": files.path.absolute().name,
         "path": str(files.path.absolute()),
         "recipe": str(tree.get("recipe")),
-        "version": _version(files.path / "config.yaml"),
+        "version": _version(files.path / CONFIG),
         "total_steps": files.total_steps,
         "steps": [row["step"] for row in rows],
         "thinned": len(rows) < len(all_rows),
@@ -61,7 +62,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
             for p in files.placement()
         ],
         "plan": {} if config is None else read_planned_gb(config, files.placement()),
-        "timeline": read_spans(files.path / "timeline.json"),
+        "timeline": read_spans(files.path / TIMELINE),
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd import durable
+from gkd.config.output_files import METRICS, REPORT, SAMPLES
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.page.run import MAX_ROWS, describe
 from gkd.observability.page.samples import Texts, read_samples
@@ -18,7 +19,6 @@ from gkd.observability.run_files import RunFiles
 
 log = logging.getLogger("gkd")
 
-NAME = "report.html"
 ASSETS = Path(__file__).parents[1] / "assets"
 SCRIPTS = ("uPlot.iife.min.js", "charts.js", "panels.js", "lanes.js", "samples.js", "report.js")
 STYLES = ("uPlot.min.css", "report.css")
@@ -39,7 +39,7 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
     """Return the page's text. Raises ConfigError for a run's file that cannot be read."""
     texts, described = Texts(), []
     for files in runs:
-        samples = read_samples(files.path / "samples.jsonl", texts, len(runs))
+        samples = read_samples(files.path / SAMPLES, texts, len(runs))
         described.append(describe(files) | {"samples": samples})
     _name_apart(described)
     notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(run["thinned"] for run in described) else []
@@ -51,7 +51,7 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
         "DATA": _encode_for_script(data),
         "SCRIPT": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
-    first, *rest = (ASSETS / NAME).read_text(encoding="utf-8").split("@")
+    first, *rest = (ASSETS / REPORT).read_text(encoding="utf-8").split("@")
     # Between pairs of the sign stand names of parts; what is put in their place is not looked at again.
     return first + "".join(parts[text] if number % 2 == 0 else text for number, text in enumerate(rest))
 
@@ -78,14 +78,14 @@ def write_at_end(output: Path) -> Path | None:
 
     A failure is a warning: it is no part of what the run was for.
     """
-    if not (output / "metrics.jsonl").exists():
+    if not (output / METRICS).exists():
         return None
     try:
-        write_page([RunFiles(output)], output / NAME)
+        write_page([RunFiles(output)], output / REPORT)
     except ConfigError as error:
-        log.warning("%s could not be written: %s", NAME, error)
+        log.warning("%s could not be written: %s", REPORT, error)
     except Exception as error:  # such as a file that somebody else has changed
-        log.warning("%s could not be written: %s", NAME, describe_error(error))
+        log.warning("%s could not be written: %s", REPORT, describe_error(error))
     else:
-        return output / NAME
+        return output / REPORT
     return None

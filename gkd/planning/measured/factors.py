@@ -15,6 +15,7 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.base import SCORERS
 from gkd.config.loading import read_yaml
+from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
@@ -104,7 +105,7 @@ def _ratio(measured: float, planned: float) -> float:
 def _require_same_device(path: Path, layout: Layout) -> None:
     """Raise ConfigError where the run computed on CPUs and the plan is of GPUs, or the other way round."""
     try:
-        workers = json.loads((path / "placement.json").read_text(encoding="utf-8"))
+        workers = json.loads((path / PLACEMENT).read_text(encoding="utf-8"))
         on_cpu = are_simulated(uuid for row in workers for uuid in row["gpu_uuids"])
     except OSError:
         return  # the files that are needed state what is missing
@@ -117,7 +118,7 @@ def _require_same_device(path: Path, layout: Layout) -> None:
 
 def _read_config(path: Path) -> Config:
     try:
-        tree = read_yaml(path / "config.yaml")
+        tree = read_yaml(path / CONFIG)
     except ConfigError as error:
         raise ConfigError(f"--from {error}") from None
     return load(tree)
@@ -125,7 +126,7 @@ def _read_config(path: Path) -> Config:
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of every step with timings but the first, which warms up, and those in which workers ended."""
-    rows = [row for row in read_rows(path, "metrics.jsonl") if "timing_s/update" in row]
+    rows = [row for row in read_rows(path, METRICS) if "timing_s/update" in row]
     if not rows:
         raise ConfigError(f"--from {path}: metrics.jsonl has no step with timings yet")
     if odd := [name for row in rows for name, value in row.items() if not isinstance(value, int | float)]:
@@ -160,7 +161,7 @@ def _logged_lengths(path: Path) -> tuple[int, ...]:
 
     Raises ConfigError for a file that cannot be read.
     """
-    samples = path / "samples.jsonl"
+    samples = path / SAMPLES
     try:
         with samples.open("rb") as file:
             skipped = max(0, file.seek(0, os.SEEK_END) - SAMPLES_READ)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from gkd.config.output_files import EVENTS, TIMELINE, whole_lines
 from gkd.errors import ConfigError
 
 STAGES, VALIDATION = "driver", "validation"
@@ -51,7 +52,7 @@ class RunTimeline:
     def read(cls, path: Path) -> Self:
         """Read the file of the run in ``path``; empty where there is none. Raises ConfigError for a broken one."""
         try:
-            events = json.loads((path / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
+            events = json.loads((path / TIMELINE).read_text(encoding="utf-8"))["traceEvents"]
             lanes = {event["pid"]: str(event["args"]["name"]) for event in events if event["ph"] == "M"}
             spans = [
                 TimelineSpan(
@@ -91,17 +92,14 @@ class RunTimeline:
 
 
 def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
-    """Return the objects of a run's file without a last line that is not whole. Raises ConfigError for a broken one."""
+    """Return the lines of a run's file that are whole; none without the file. Raises ConfigError for a broken one."""
     try:
-        *lines, _ = (path / name).read_text(encoding="utf-8").split("\n")
-        return [row for row in map(json.loads, lines) if isinstance(row, dict)]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--from {path}: {name} cannot be read: {error}") from None
+        return whole_lines(path / name)
+    except ConfigError as error:
+        raise ConfigError(f"--from {error}") from None
 
 
 def disturbed_steps(path: Path) -> frozenset[int]:
     """Return the steps in which workers ended or began anew, by events.jsonl; none without the file."""
-    if not (path / "events.jsonl").exists():
-        return frozenset()
-    events = read_rows(path, "events.jsonl")
+    events = read_rows(path, EVENTS)
     return frozenset(int(event["step"]) for event in events if event.get("kind") in DISTURBANCES and "step" in event)
