@@ -189,6 +189,7 @@ ROLLOUT: Worker = (RolloutWorker, {"weights": WeightLoader, "pipeline": ScoringP
 SCORER: Worker = (ScoringWorker, {})
 CALLED: dict[str, dict[str, tuple[Worker, ...]]] = {
     "actor/group.py": {"": (ACTOR,)},
+    "actor/ranks.py": {"": (ACTOR,)},
     "cluster/health/heartbeat.py": {"": (ROLLOUT, SCORER)},
     "cluster/workers/group.py": {"": (ACTOR, ROLLOUT, SCORER)},
     "driver/groups/engines.py": {"": (ROLLOUT,)},

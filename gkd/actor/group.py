@@ -1,36 +1,26 @@
-"""The driver's view of the actor: all its ranks as one."""
+"""The driver's view of the actor: all its ranks as one, which train on batches."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-from gkd.actor.batches import AppliedUpdate, balance_over_ranks, combine_mini_batches
+from gkd.actor.batches import balance_over_ranks, combine_mini_batches
+from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.environment import environment
-from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done, wait
+from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done
 from gkd.config import Algorithm, Config, Loss
-from gkd.errors import OutOfMemory, RunFailed
+from gkd.errors import OutOfMemory
 from gkd.types import TrainingSample
 
 log = logging.getLogger("gkd")
 
-ANSWERS_S = 30.0
-"""Time that a rank which is not hung takes to report which step its weights are of."""
-WHOLE_S = 10.0
-"""Time that ranks have to come to the end of an optimizer step, and all of them to the same."""
 
-
-class ActorGroup:
-    """Splits every batch over the ranks and has all of them act together.
-
-    ``restart`` ends the ranks' processes, whatever they wait for, and returns new ones in their place.
-    """
+class ActorGroup(ActorRanks):
+    """Splits every batch over the ranks, in micro-batches that fit: smaller ones where memory runs out."""
 
     def __init__(
         self,
@@ -40,9 +30,7 @@ class ActorGroup:
         restart: Callable[[], Group],
         colocation: Colocation | None = None,
     ) -> None:
-        self.group, self.config, self.model_path, self.version = group, config, model_path, 0
-        self._restart, self.colocation = restart, colocation or Colocation()
-        self._loaded = False
+        super().__init__(group, config, model_path, restart, colocation)
         self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
         self.meanwhile: Callable[[Sequence[Any]], None] | None = None
         """What is to be done while ranks compute, until one of these references is there; None: nothing."""
@@ -50,25 +38,6 @@ class ActorGroup:
         """What is to be done once, as soon as ranks compute; None: nothing."""
         self._chunks: list[list[TrainingSample]] = []  # of the step that is being accumulated
         self._accumulating: list[PendingCall] = []
-        self._writing: PendingCall | None = None  # files of a checkpoint, by the present processes
-
-    def submit_build(self) -> PendingCall:
-        """Start building every rank, without a model yet."""
-        world, device = len(self.group), self.group.reports[0].device
-        args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
-        variables = environment(device, [self.model_path], self.config.cluster.cpu_threads)
-        variables.pop("TORCHDYNAMO_DISABLE", None)  # which is for engines; here actor.compile decides
-        return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=variables)
-
-    def load(self) -> int:
-        """Have the ranks meet and read the student; returns its number of parameters."""
-        self.colocation.onload_actor()
-        limit = self.config.cluster.start_timeout_s
-        host, port = self.group.select([0]).call("open_store", timeout_s=limit, activity="opening the rendezvous")[0]
-        self.group.call("join", host, port, timeout_s=limit, activity="meeting the other ranks")
-        n_parameters: list[int] = self.group.call("load", timeout_s=limit, activity="loading the student")
-        self._loaded = True
-        return n_parameters[0]
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Return whether the ranks hold sequences of ``lengths`` tokens in one micro-batch each."""
@@ -247,91 +216,7 @@ class ActorGroup:
         if self._chunks:
             self._accumulating = self._submit_chunks(0)
 
-    def _start_again(self) -> None:
-        """Start new processes in place of all ranks, which go on with weights and optimizer state of the old ones.
-
-        Where one rank ran out of memory the others wait for it in a collective, and only their end gets them out of it;
-        FSDP in that rank takes itself to be within a pass that never ends; and its memory is in pieces.
-        """
-        text = "memory ran out on one of the actor's GPUs; its processes are started again"
-        log.warning(text, extra={"kind": "restart"})
-        limit = self.config.cluster.start_timeout_s
-        if self._writing is not None:  # a checkpoint, which would end with them
-            with suppress(RunFailed):  # late, which is known to those who wait for it
-                wait(self._writing, self.config.trainer.save_timeout_s)
-        kept = self.group.submit_control("state.keep", activity="handing on what the ranks have")
-        wait(kept, limit)
-        self.group = self._restart()
-        gather([self.submit_build()], limit)
-        self.load()
-        self.group.call_each("state.take_over", [[ref] for ref in kept.refs], timeout_s=limit)
-
-    def offload(self) -> None:
-        """Have all ranks move what they hold to the host."""
-        self.group.call("state.offload", timeout_s=self.config.weights.timeout_s, activity="offloading the actor")
-
-    def onload(self) -> None:
-        """Have all ranks move it back to their GPUs."""
-        if self._loaded:
-            self.group.call("state.onload", timeout_s=self.config.weights.timeout_s, activity="onloading the actor")
-
-    @property
-    def dtype(self) -> str:
-        """What the ranks compute in."""
-        return self.config.model.dtype_on(self.group.reports[0].device)
-
-    def is_responding(self) -> bool:
-        """Return whether every rank that is alive answers."""
-        try:
-            self.group.control("state.read_applied", timeout_s=ANSWERS_S, activity="answering", keep_deaths=True)
-        except RunFailed:
-            return False
-        return True
-
-    def read_applied(self) -> AppliedUpdate:
-        """Return the step that the weights of all ranks are of, whatever these are doing.
-
-        Raises RunFailed when one does not answer, or they are in the middle of a step for longer than an optimizer step
-        takes.
-        """
-        return self._call_in_one_step("state.read_applied", ANSWERS_S, "reporting which step it is at")
-
-    def stage(self) -> AppliedUpdate:
-        """Have every rank copy its weights and optimizer state, for :meth:`write_staged`; returns their step.
-
-        Raises what :meth:`read_applied` raises.
-        """
-        self.read_applied()  # a rank that is hung is found out here
-        return self._call_in_one_step("state.stage", self.config.trainer.save_timeout_s, "copying a checkpoint")
-
-    def _call_in_one_step(self, method: str, timeout_s: float, activity: str) -> AppliedUpdate:
-        end = math.inf  # counts from the first answer: a copy may take longer than an optimizer step
-        while True:
-            results: list[AppliedUpdate | None] = self.group.control(method, timeout_s=timeout_s, activity=activity)
-            if results[0] is not None and all(
-                applied is not None and applied.step == results[0].step for applied in results
-            ):
-                return results[0]
-            end = min(end, time.monotonic() + WHOLE_S)
-            if time.monotonic() >= end:
-                raise RunFailed("the actor is in the middle of an update")
-            time.sleep(0.2)
-
-    def write_staged(self, directory: str) -> PendingCall:
-        """Start writing what :meth:`stage` copied; each rank returns the name and the sum of its file."""
-        self._writing = self.group.submit_control("state.write_staged", directory, activity=f"writing {directory}")
-        return self._writing
-
-    def load_state(self, files: Sequence[str], step: int) -> None:
-        """Go on with what the ranks wrote after ``step``, in whatever number they were."""
-        self.colocation.onload_actor()
-        limit = self.config.trainer.save_timeout_s
-        self.group.call("state.load", files, step, timeout_s=limit, activity="reading the checkpoint")
-        self.version = step
-
     def save(self, directory: str) -> None:
-        """Write the student in Hugging Face format."""
+        """Write the student in Hugging Face format, once what was given to :meth:`accumulate` is accumulated."""
         self.wait_for_chunks()
-        self.colocation.onload_actor()
-        limit = self.config.trainer.save_timeout_s
-        self.group.call("state.save", directory, timeout_s=limit, activity="writing the student")
+        super().save(directory)

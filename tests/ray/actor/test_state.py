@@ -212,8 +212,8 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
         submit_control=lambda method, *_, activity: PendingCall(activity, (), ()), call_each=lambda *_, **__: None
     )
     actor = ActorGroup(ranks, config(), "", restart)
-    monkeypatch.setattr("gkd.actor.group.wait", wait)
-    monkeypatch.setattr("gkd.actor.group.gather", lambda *_: None)
+    monkeypatch.setattr("gkd.actor.ranks.wait", wait)
+    monkeypatch.setattr("gkd.actor.ranks.gather", lambda *_: None)
     monkeypatch.setattr(actor, "submit_build", lambda: None)
     monkeypatch.setattr(actor, "load", lambda: None)
     actor.write_staged("/there")
@@ -225,7 +225,7 @@ def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.Mo
     answers = [[AppliedUpdate(1), AppliedUpdate(2)], [None, AppliedUpdate(2)], [AppliedUpdate(2), AppliedUpdate(2)]]
     ranks: Any = SimpleNamespace(control=lambda *_, **__: answers.pop(0))
     assert ActorGroup(ranks, config(), "", lambda: ranks).read_applied() == AppliedUpdate(2)
-    monkeypatch.setattr("gkd.actor.group.WHOLE_S", 0.1)
+    monkeypatch.setattr("gkd.actor.ranks.WHOLE_S", 0.1)
     stuck: Any = SimpleNamespace(control=lambda *_, **__: [AppliedUpdate(2), None])
     with pytest.raises(RunFailed, match="an update"):
         ActorGroup(stuck, config(), "", lambda: stuck).read_applied()
