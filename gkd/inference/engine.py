@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from gkd.data.model_info import ModelInfo
     from gkd.weights.transfer import Bucket
 
+ENTRY_BYTES = 8 + 4
+"""Of a top K on a GPU: an id and a log-probability."""
+
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
@@ -153,8 +156,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
 
     @classmethod
     def top_k_bytes(cls, tokens: int, k: int) -> int:
-        """Return what the top ``k`` of a step of so many tokens take on a GPU: ids of 8 bytes and float32."""
-        return tokens * (k + 1) * (8 + 4)
+        """Return what the top ``k`` of a step of so many tokens take on a GPU."""
+        return tokens * (k + 1) * ENTRY_BYTES
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Any:

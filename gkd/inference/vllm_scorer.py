@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed, describe_error, one_line
-from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.engine import ENTRY_BYTES, EngineSpec, InferenceEngine
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_lifecycle import Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
 ROW_BYTES = 2 * GIB  # top K of all tokens of one step on a GPU, in parts and put together; not in vLLM's budget either
-ENTRY_BYTES = 8 + 4  # an id and a log-probability there
 # Part of a sequence that its prompt is, from which on the prompt is read from the cache. Samples of one prompt often
 # begin alike, and then one costs a second, whole pass: reading pays where fewer than this part of them do.
 CACHED_PART = 2 / 3

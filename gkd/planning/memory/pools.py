@@ -30,6 +30,7 @@ BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 MANY_BLOCKS = 1 << 17  # of which each costs the host some 70 ns whenever the cache is forgotten, and 150 bytes
 LARGE_GPU = 70 * GIB  # with more memory than that vLLM takes larger steps, and more sequences, by default
 VLLM_SEQS = {False: 256, True: 1024}  # vllm.engine.arg_utils, for vllm.LLM
+RESULT_ENTRY = 2 * F32  # of a result's top K on the host: an id and a log-probability
 PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
 
 
@@ -207,7 +208,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
         items["logits"] = float(2 * n_rows * shape.vocabulary * F32)
         running = min(engine.slots, workload.samples)
         top_k = _largest_top_k(layout, group, shape)
-        items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * 8))
+        items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * RESULT_ENTRY))
     n_held = engine.cpu_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
     shortage = "" if n_held else f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
     notes = _cache_notes(n_held, workload.longest, engine.slots)
@@ -245,7 +246,7 @@ def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> Grou
         "activations": float(max(_pass_bytes(shape, tokens, c), tokens * shape.hidden * c + logits)),
         "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
     }
-    results = {"results": float(positions * (k + 1) * 2 * F32)} if layout.hardware.is_cpu else {}
+    results = {"results": float(positions * (k + 1) * RESULT_ENTRY)} if layout.hardware.is_cpu else {}
     return GroupMemory(group, engine.n_workers, items | results, layout.hardware.memory)
 
 
