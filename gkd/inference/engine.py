@@ -100,6 +100,27 @@ class EngineSpec:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ManagedMemory:
+    """What an engine takes of its share of a GPU (``gpu_memory_utilization``) by itself, as plans count it.
+
+    ``graphs``: bytes of captured graphs. ``prompt_rows``: prompt rows whose log-probabilities are computed at a time.
+    ``most_blocks``: blocks of a cache beyond which forgetting it takes the host long. ``step_tokens``: tokens of a step
+    by default, and ``max_num_seqs``: sequences at a time, both of a GPU below and from ``large_gpu`` bytes on.
+    """
+
+    graphs: float
+    prompt_rows: int
+    most_blocks: int
+    large_gpu: float
+    step_tokens: tuple[int, int]
+    max_num_seqs: tuple[int, int]
+
+    def by_size(self, defaults: tuple[int, int], memory: float) -> int:
+        """Return which of two defaults holds on a GPU with so many bytes of memory."""
+        return defaults[memory >= self.large_gpu]
+
+
 class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Answers requests. One thread builds it and calls all methods.
 
@@ -118,8 +139,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Whether vLLM has to support the model, and be built for the device."""
     tensor_parallel: ClassVar[bool] = False
     """Whether an engine may span GPUs (``tensor_parallel_size``) and nodes."""
-    managed_memory: ClassVar[bool] = False
-    """Whether the engine takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
+    managed_memory: ClassVar[ManagedMemory | None] = None
+    """Of an engine that takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
     quantizes: ClassVar[bool] = False
     """Whether the engine takes ``quantization``, the name of a method of vLLM's."""
     max_temperature: ClassVar[float | None] = None

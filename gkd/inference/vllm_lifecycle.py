@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec
+from gkd.inference.engine import EngineSpec, ManagedMemory
 from gkd.inference.vllm_environment import compile_apart
 
 if TYPE_CHECKING:
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
+VLLM_MEMORY = ManagedMemory(
+    graphs=0.5 * GIB,
+    prompt_rows=1024,
+    most_blocks=1 << 17,  # each costs some 70 ns whenever the cache is forgotten, and 150 bytes
+    large_gpu=70 * GIB,  # vllm.engine.arg_utils, as what follows, for vllm.LLM
+    step_tokens=(8192, 16384),
+    max_num_seqs=(256, 1024),
+)
 LEAST_SHARE = 0.01
 ENDS_WITHIN_S = 2.0
 """A process whose connections broke is found to have ended within this time."""

@@ -12,6 +12,7 @@ import numpy as np
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.vllm_environment import share_gpu_of_worker
 from gkd.inference.vllm_lifecycle import (
+    VLLM_MEMORY,
     Follower,
     cache_bytes,
     engine_arguments,
@@ -37,7 +38,8 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
     Log-probabilities are those of the distribution that is sampled from.
     """
 
-    can_sample = needs_vllm = tensor_parallel = managed_memory = gpu_transfers = in_flight = True
+    can_sample = needs_vllm = tensor_parallel = gpu_transfers = in_flight = True
+    managed_memory = VLLM_MEMORY
     max_temperature = 2.0  # SamplingParams refuses more
     adapter_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 

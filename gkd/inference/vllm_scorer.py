@@ -29,7 +29,15 @@ from gkd.errors import RunFailed, describe_error, one_line
 from gkd.inference.engine import ENTRY_BYTES, EngineSpec, InferenceEngine
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
-from gkd.inference.vllm_lifecycle import Follower, engine_arguments, has_lost_process, sleep, start_llm, wake
+from gkd.inference.vllm_lifecycle import (
+    VLLM_MEMORY,
+    Follower,
+    engine_arguments,
+    has_lost_process,
+    sleep,
+    start_llm,
+    wake,
+)
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.types import Int32, Target
 
@@ -90,7 +98,8 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
     ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
     """
 
-    can_score = needs_vllm = tensor_parallel = managed_memory = quantizes = True
+    can_score = needs_vllm = tensor_parallel = quantizes = True
+    managed_memory = VLLM_MEMORY
     result_bytes = RESULT_BYTES
 
     @classmethod

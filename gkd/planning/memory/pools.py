@@ -17,7 +17,7 @@ from gkd.planning.memory.actor import MicroBatchSize, Training, checkpoint_bytes
 from gkd.planning.shapes import ModelShape
 
 CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
-GRAPHS, COLLECTIVES = 0.5 * GIB, 0.5 * GIB  # captured graphs of an engine; NCCL's buffers of several ranks
+COLLECTIVES = 0.5 * GIB  # NCCL's buffers of several ranks
 ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
 ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
@@ -27,11 +27,7 @@ FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without b
 NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
 MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
-MANY_BLOCKS = 1 << 17  # of which each costs the host some 70 ns whenever the cache is forgotten, and 150 bytes
-LARGE_GPU = 70 * GIB  # with more memory than that vLLM takes larger steps, and more sequences, by default
-VLLM_SEQS = {False: 256, True: 1024}  # vllm.engine.arg_utils, for vllm.LLM
 RESULT_ENTRY = 2 * F32  # of a result's top K on the host: an id and a log-probability
-PROMPT_ROWS = 1024  # prompt rows whose log-probabilities vLLM computes at a time on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +150,9 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         engine.tensor_parallel_size,
         layout.compute_bytes,
     )
-    weights = _engine_weights(shape, engine, c) / tp
-    slots = slots_of(layout, group, engine)
-    step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(engine)
+    weights, kind = _engine_weights(shape, engine, c) / tp, engine_class(engine, shape)
+    slots, managed = slots_of(layout, group, engine), kind.managed_memory
+    step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(shape, engine)
     left, gb = _share_left(layout, group, engine, slots), engine.kv_cache_gb
     cache = left if gb is None else float(gb * GIB)
     items = {
@@ -169,10 +165,10 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         items["rest of its share"] = left - cache  # vLLM does not start where others have it
     longest = layout.workload().longest
     if isinstance(engine, Scorer):
-        rows = min(PROMPT_ROWS, longest)
+        rows = min(managed.prompt_rows, longest)
         items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
         k = _largest_top_k(layout, group, shape)
-        items["top K of prompt rows"] = float(engine_class(engine, shape).top_k_bytes(_step_tokens(gpu.memory), k))
+        items["top K of prompt rows"] = float(kind.top_k_bytes(managed.by_size(managed.step_tokens, gpu.memory), k))
     else:
         items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
     n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _round_to_blocks(longest)))
@@ -275,10 +271,11 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     not known is taken to be the limit, and is far less than that where responses are long.
     """
     shape, gpu = layout.models.shape_of(group), layout.hardware
-    if engine.max_num_seqs is not None or gpu.is_cpu or not engine_class(engine, shape).managed_memory:
+    managed = engine_class(engine, shape).managed_memory
+    if engine.max_num_seqs is not None or gpu.is_cpu or managed is None:
         return engine.slots
     ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
-    most = VLLM_SEQS[gpu.memory >= LARGE_GPU]
+    most: int = managed.by_size(managed.max_num_seqs, gpu.memory)
     n_slots = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
     cache = _cache_bytes(layout, group, engine, n_slots)
     return max(min(n_slots, engine.slots), min(n_slots, _n_held(layout, group, engine, cache)))
@@ -291,13 +288,14 @@ def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
     cache is forgotten, as for new weights. It then gets twice what its sequences can fill.
     """
     shape, c = layout.models.shape_of(group), layout.compute_bytes
-    samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu and engine_class(engine, shape).managed_memory
-    if engine.kv_cache_gb is not None or not samples_on_gpu:
+    managed = engine_class(engine, shape).managed_memory
+    samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu
+    if engine.kv_cache_gb is not None or managed is None or not samples_on_gpu:
         return engine.kv_cache_gb
     slots, a_token = slots_of(layout, group, engine), kv_bytes(shape, engine.tensor_parallel_size, c)
     left = _cache_bytes(layout, group, engine, slots)
     gb = -(-2 * slots * a_token * _round_to_blocks(layout.workload().longest) // GIB)
-    return gb if left > max(gb * GIB, MANY_BLOCKS * BLOCK * a_token) else None
+    return gb if left > max(gb * GIB, managed.most_blocks * BLOCK * a_token) else None
 
 
 def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> float:
@@ -310,12 +308,12 @@ def _share_left(layout: Layout, group: str, engine: Engine, slots: int) -> float
     """Return what vLLM's share of a GPU leaves for the cache, negative where it is too small for the rest."""
     shape, c, memory = layout.models.shape_of(group), layout.compute_bytes, layout.hardware.memory
     taken = _engine_weights(shape, engine, c) / engine.tensor_parallel_size
-    taken += _step_activations(shape, engine, slots, memory, c) + _process_bytes(engine)
+    taken += _step_activations(shape, engine, slots, memory, c) + _process_bytes(shape, engine)
     return engine.gpu_memory_utilization * memory - taken
 
 
-def _process_bytes(engine: Engine) -> float:
-    return CONTEXT + (0 if engine.enforce_eager else GRAPHS)
+def _process_bytes(shape: ModelShape, engine: Engine) -> float:
+    return CONTEXT + float(0 if engine.enforce_eager else engine_class(engine, shape).managed_memory.graphs)
 
 
 def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
@@ -331,12 +329,9 @@ def _round_to_blocks(length: int) -> int:
 def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: float, c: int) -> float:
     """Return the bytes of the largest step that vLLM measures itself with: its default tokens, and sampling."""
     a_token = c * (3 * shape.hidden + 3 * shape.widest_mlp / engine.tensor_parallel_size)
-    return _step_tokens(memory) * a_token + slots * shape.vocabulary * (c + 2 * F32)
-
-
-def _step_tokens(memory: float) -> int:
-    """Return the tokens of a step, as vLLM chooses them by the memory of the GPU."""
-    return 16384 if memory >= LARGE_GPU else 8192
+    managed = engine_class(engine, shape).managed_memory
+    step_tokens: int = managed.by_size(managed.step_tokens, memory)
+    return step_tokens * a_token + slots * shape.vocabulary * (c + 2 * F32)
 
 
 def _largest_top_k(layout: Layout, group: str, shape: ModelShape) -> int:
