@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.config import Algorithm, Rollout
-from gkd.losses.micro_batch import collate
 from gkd.losses.objective import objective
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Spans, Target, VersionSpan
 from tests.actor.models import VOCAB, make
