@@ -67,7 +67,7 @@ def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: py
     assert _shared(here)
     other = planned(tmp_path, *own, "plan.memory_gb=16")
     assert other["hardware"]["memory"] == 16e9
-    assert other["hardware"]["name"].endswith("rtx-3060")
+    assert "rtx-3060" in other["hardware"]["name"]
     assert not _shared(other)
 
 
