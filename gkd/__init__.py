@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gkd.observability.tracking import OnStep
     from gkd.planning.advice.report import PlanReport
 
-Settings = Mapping[str, Any]
+Overrides = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TrainedRun:
         return self.output_dir / "model"
 
 
-def train(settings: Settings, on_step: OnStep | None = None) -> TrainedRun:
+def train(settings: Overrides, on_step: OnStep | None = None) -> TrainedRun:
     """Do a run, as ``gkd train`` does.
 
     ``on_step`` is called with each step and its metrics as they are logged, 0 being the validation before training;
@@ -53,7 +53,7 @@ def train(settings: Settings, on_step: OnStep | None = None) -> TrainedRun:
     return TrainedRun(output, read(output))
 
 
-def evaluate(settings: Settings, quick: bool = False, run: str | Path | None = None) -> list[Results]:
+def evaluate(settings: Overrides, quick: bool = False, run: str | Path | None = None) -> list[Results]:
     """Measure ``models.*`` on sets of questions, as ``gkd evaluate`` does; ``quick``: 5 questions of each set.
 
     ``run``: the directory of a run, whose checkpoints are measured.
@@ -69,7 +69,7 @@ def evaluate(settings: Settings, quick: bool = False, run: str | Path | None = N
     return measure(config, out, quick, further)
 
 
-def plan(settings: Settings, best: int | None = None, by_memory: bool = False) -> PlanReport:
+def plan(settings: Overrides, best: int | None = None, by_memory: bool = False) -> PlanReport:
     """Return what a layout needs, as ``gkd plan`` does; nothing is printed.
 
     ``best``: the three best splits of so many GPUs; ``by_memory``: what the actor needs changed on GPUs of other sizes.

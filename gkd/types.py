@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+Array = NDArray[Any]
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]

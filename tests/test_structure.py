@@ -136,11 +136,25 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert wrong == []
 
 
-def test_no_two_classes_have_one_name() -> None:
-    """But ``Config``, which every entry of a registry has for its settings."""
-    files: dict[str, list[str]] = {}
+def names_of_types() -> Iterator[tuple[str, str]]:
+    """Yield the names of classes, and of what modules call a type, with the file: ``_X`` as ``X``."""
     for file, node in definitions(ast.ClassDef):
-        files.setdefault(node.name, []).append(file)
+        yield file, node.name.lstrip("_")
+    for file, module in definitions(ast.Module):
+        for node in module.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id.lstrip("_") for target in targets if isinstance(target, ast.Name)]
+            yield from ((file, name) for name in names if name[0].isupper() and not name.isupper())
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A name stands for one thing, whether it is a class, private or another name for a type.
+
+    But ``Config``: that is by which name the entries of registries have their settings (gkd/config/registry.py).
+    """
+    files: dict[str, list[str]] = {}
+    for file, name in names_of_types():
+        files.setdefault(name, []).append(file)
     assert {name: where for name, where in files.items() if len(where) > 1 and name != "Config"} == {}
 
 

@@ -20,7 +20,7 @@ from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
-Result = TypeVar("Result")
+ObjectiveResult = TypeVar("ObjectiveResult")
 
 
 class Student(nn.Module):
@@ -43,7 +43,9 @@ class Student(nn.Module):
         """Whether sequences go through it laid end to end, without padding."""
         return is_packed(self.lm)
 
-    def forward(self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], Result]) -> Result:
+    def forward(
+        self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], ObjectiveResult]
+    ) -> ObjectiveResult:
         """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
         hidden = self.compute_hidden(micro)[micro.rows]
         return objective(hidden, self.head.linear(hidden) or self.head)

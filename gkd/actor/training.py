@@ -36,7 +36,7 @@ from gkd.types import ScoredSample, TrainingSample, seed_of
 
 LogprobsByPlace = dict[tuple[Any, int], Tensor]
 """Log-probabilities [N] of samples' tokens, by :attr:`gkd.types.TrainingSample.place`."""
-Result = TypeVar("Result")
+ChunkResult = TypeVar("ChunkResult")
 
 
 class RankTrainer:
@@ -233,7 +233,9 @@ class RankTrainer:
             by_place.update({samples[i].place: piece for i, piece in zip(part, pieces, strict=True)})
         return by_place
 
-    def _run_fitting(self, samples: Sequence[TrainingSample], run: Callable[[], Result], chunk: int = 0) -> Result:
+    def _run_fitting(
+        self, samples: Sequence[TrainingSample], run: Callable[[], ChunkResult], chunk: int = 0
+    ) -> ChunkResult:
         """Do ``run``. Raises OutOfMemory when its micro-batches do not fit; what was accumulated is then forgotten.
 
         The process that ran out of memory is of no more use than to hand what else it has to another one.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gkd.config import Data, user_path
-from gkd.data.task import Report
+from gkd.data.task import ReportFn
 from gkd.errors import ConfigError, RunFailed
 
 MAKING_TIMEOUT_S = 1800.0
@@ -40,7 +40,7 @@ def make_cache(data: Data) -> Path:
 
 
 @contextmanager
-def make_entry(directory: Path, report: Report) -> Iterator[Path | None]:
+def make_entry(directory: Path, report: ReportFn) -> Iterator[Path | None]:
     """Yield a directory to fill that becomes the cache entry ``directory``; None when the entry is there already.
 
     Waits while another process makes the same entry. Raises RunFailed when that takes too long.
@@ -60,7 +60,7 @@ def make_entry(directory: Path, report: Report) -> Iterator[Path | None]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _acquire(lock: int, directory: Path, report: Report) -> None:
+def _acquire(lock: int, directory: Path, report: ReportFn) -> None:
     deadline = time.monotonic() + MAKING_TIMEOUT_S
     waiting = False
     while True:

@@ -11,7 +11,7 @@ from gkd.config import Config
 from gkd.config.data import TASKS
 from gkd.errors import ConfigError, one_line
 
-Report = Callable[[str], None]
+ReportFn = Callable[[str], None]
 """Takes progress, a line at a time."""
 
 
@@ -39,7 +39,7 @@ class Task(ABC):
         """Keep nothing; a class that needs its settings or the run's configuration has an ``__init__`` of its own."""
 
     @abstractmethod
-    def make(self, report: Report) -> TaskInputs:
+    def make(self, report: ReportFn) -> TaskInputs:
         """Make the models and data, or find them where they were made before. Raises RunFailed where that fails."""
 
     @abstractmethod

@@ -91,7 +91,7 @@ def _generate_missing(config: Config, measurements: Sequence[Measurement], log: 
         if session.directory is None:  # a cluster, with GPUs of its own
             free = [min(len(node.gpus), node.free_gpus) for node in read_nodes()]
             here = [with_engines(config, free, model, on_gpus) for model in models]
-        engines = _Engines(session, out)
+        engines = _EvaluationEngines(session, out)
         for (model, indices), own in zip(groupby(missing, key=lambda m: measurements[m].model), here, strict=True):
             assert isinstance(model, LocalModel)
             todo = [measurements[m] for m in indices]
@@ -101,7 +101,7 @@ def _generate_missing(config: Config, measurements: Sequence[Measurement], log: 
                 _ask(config, source, measurement, log, out)
 
 
-class _Engines:
+class _EvaluationEngines:
     """The engines of an evaluation, with one model after the other.
 
     They are started again for another model; one that is the last one with other weights is loaded into them.

@@ -11,10 +11,10 @@ from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 from gkd.errors import RunFailed
 from gkd.types import Int32, Spans, Target
 
-Code = Literal[
+ErrorCode = Literal[
     "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping"
 ]  # fmt: skip
-SAMPLE_CODES: frozenset[Code] = frozenset({"bad_request", "too_long", "out_of_vocabulary", "k_too_large"})
+SAMPLE_CODES: frozenset[ErrorCode] = frozenset({"bad_request", "too_long", "out_of_vocabulary", "k_too_large"})
 """Codes that concern the sample; another replica would answer the same."""
 
 
@@ -25,7 +25,7 @@ class ScorerUnavailable(RunFailed):
 class ScorerRejected(RunFailed):
     """A ``scorer``, by name, cannot answer a request, whichever replica it goes to; ``code`` states why."""
 
-    def __init__(self, code: Code, message: str, scorer: str = "teacher") -> None:
+    def __init__(self, code: ErrorCode, message: str, scorer: str = "teacher") -> None:
         super().__init__(code, message, scorer)
         self.code, self.message, self.scorer = code, message, scorer
 
@@ -36,7 +36,7 @@ class ScorerRejected(RunFailed):
 class RequestRejected(Exception):
     """On the server's side: a request that is answered with an error."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
 
@@ -87,7 +87,7 @@ class RateRequest:
 
 
 Request: TypeAlias = ScoreRequest | GenerateRequest | RateRequest
-Answer: TypeAlias = Target | Int32 | float
+ScorerAnswer: TypeAlias = Target | Int32 | float
 """To a ScoreRequest, a GenerateRequest, a RateRequest."""
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from gkd.weights.transfer import Bucket
     from gkd.weights.vllm_adapter import AdapterLoader
-    from gkd.weights.vllm_backend import Running
+    from gkd.weights.vllm_backend import CachePolicy
 
 
 class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
@@ -189,7 +189,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         self._resume(bucket)
 
     @property
-    def _running(self) -> Running:
+    def _running(self) -> CachePolicy:
         if not self._paused:
             return "none"
         return "keep" if self._salted else "recompute"

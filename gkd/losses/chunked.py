@@ -18,7 +18,7 @@ from gkd.losses.divergence import Divergence
 from gkd.losses.head_gradients import head_pass
 
 Values = dict[str, Tensor]
-Head = Callable[[Tensor], Tensor]
+HeadFn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 
 @torch.no_grad()
-def evaluate_in_chunks(hidden: Tensor, head: Head, of: Callable[[Tensor, int], Values], chunk: int) -> Values:
+def evaluate_in_chunks(hidden: Tensor, head: HeadFn, of: Callable[[Tensor, int], Values], chunk: int) -> Values:
     """Evaluate ``of`` at N positions without gradients, ``chunk`` of them at a time; every value is [N].
 
     ``head`` turns hidden states [n, D] into logits [n, V]; ``hidden`` is [N, D]. ``of(logits, start)`` gives named
@@ -73,7 +73,7 @@ def evaluate_in_chunks(hidden: Tensor, head: Head, of: Callable[[Tensor, int], V
 
 @torch.no_grad()
 def differentiate_in_chunks(
-    hidden: Tensor, head: Head, of: Callable[[Tensor, int], tuple[Tensor, Values]], chunk: int
+    hidden: Tensor, head: HeadFn, of: Callable[[Tensor, int], tuple[Tensor, Values]], chunk: int
 ) -> tuple[Values, Gradients]:
     """Evaluate a loss at N positions, and its gradient, ``chunk`` positions at a time.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gkd.config import Algorithm, Config, Rollout
 from gkd.losses import policy
-from gkd.losses.chunked import Head, Values, differentiate_in_chunks, evaluate_in_chunks
+from gkd.losses.chunked import HeadFn, Values, differentiate_in_chunks, evaluate_in_chunks
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import importance
 from gkd.losses.policy_gradient import kl_penalty
@@ -26,7 +26,7 @@ class MicroBatchMetrics:
     largest: Values = field(default_factory=dict)
 
 
-Objective = Callable[[Tensor, Head], tuple[Tensor, MicroBatchMetrics]]
+Objective = Callable[[Tensor, HeadFn], tuple[Tensor, MicroBatchMetrics]]
 
 
 def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: int) -> Objective:
@@ -56,7 +56,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
                 values["as_sampled"] = policy.token_logprobs(logits, start, micro, rollout)
         return values
 
-    def evaluate(hidden: Tensor, head: Head) -> tuple[Tensor, MicroBatchMetrics]:
+    def evaluate(hidden: Tensor, head: HeadFn) -> tuple[Tensor, MicroBatchMetrics]:
         gradients = None
         if torch.is_grad_enabled():
             share = _share(micro, algorithm, rollout, hidden, head, chunk)
@@ -87,7 +87,9 @@ Share = Callable[[Values, int], Tensor]
 """The share [] in the loss of the positions from so many on, of their values; differentiable."""
 
 
-def _share(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Tensor, head: Head, chunk: int) -> Share:
+def _share(
+    micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Tensor, head: HeadFn, chunk: int
+) -> Share:
     """Return how values of some positions count in the loss while the others' are not known yet.
 
     Where what a token counts depends on other tokens of its response, the tokens' log-probabilities are computed first,
@@ -173,7 +175,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
     return losses, sums
 
 
-def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, Head], Tensor]:
+def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, HeadFn], Tensor]:
     """Return, in place of an objective, the response tokens' log-probabilities as they were sampled, [N]."""
 
     def values_at(logits: Tensor, start: int) -> Values:

@@ -36,10 +36,10 @@ def outcomes(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Outcomes:
     Arithmetic is in float32, or in float64 if the logits are.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return Outcomes(*_Outcomes.apply(logits, ids.long(), temperature))  # type: ignore[no-untyped-call]
+    return Outcomes(*_OutcomesFunction.apply(logits, ids.long(), temperature))  # type: ignore[no-untyped-call]
 
 
-class _Outcomes(torch.autograd.Function):
+class _OutcomesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, ...]:
         chosen = logits.gather(-1, ids) / temperature

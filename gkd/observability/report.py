@@ -14,7 +14,7 @@ from gkd.config.output_files import SUMMARY
 from gkd.durable import replace
 from gkd.version import __version__
 
-Values = Mapping[str, float]
+ValMetrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Summary:
     ``n_val``: questions that ``val/accuracy`` is the share of.
     """
 
-    before: Values
-    after: Values
-    teacher: Values
+    before: ValMetrics
+    after: ValMetrics
+    teacher: ValMetrics
     steps: int
     wall_s: float
     n_val: int = 0
     version: str = __version__
 
 
-def line(values: Values) -> str:
+def line(values: ValMetrics) -> str:
     """Return ``val/accuracy 0.1234  val/reverse_kl 0.5678``."""
     return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
 

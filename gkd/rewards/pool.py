@@ -13,7 +13,7 @@ from gkd.config import Reward
 from gkd.rewards.completion import Completion
 from gkd.rewards.process import RewardError, RewardProcess, Timed
 
-_Item: TypeAlias = tuple[str, Sequence[Completion], list[Future[Timed]]]
+_RewardCall: TypeAlias = tuple[str, Sequence[Completion], list[Future[Timed]]]
 """A function, what it is to be called with, and the reward of each."""
 
 
@@ -25,7 +25,7 @@ class RewardPool:
     def __init__(self, settings: Reward) -> None:
         self._names, self._of_groups = settings.functions_scored_by(None), settings.group_functions()
         self._settings = settings
-        self._waiting: deque[_Item] = deque()
+        self._waiting: deque[_RewardCall] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._processes = [RewardProcess(settings) for _ in range(settings.workers)] if self._names else []
@@ -85,7 +85,7 @@ class RewardPool:
                     future.set_result(answer)
         process.close()
 
-    def _next(self) -> list[_Item]:
+    def _next(self) -> list[_RewardCall]:
         """Wait for what is to be evaluated next: one item, or several of one async function; none once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)

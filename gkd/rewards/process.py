@@ -33,7 +33,7 @@ Timed: TypeAlias = tuple[float, float]
 """A reward, and how long it took, seconds."""
 
 
-Group: TypeAlias = Sequence[Completion]
+CompletionGroup: TypeAlias = Sequence[Completion]
 """What a function is called with at a time: all samples of a prompt, or one sample."""
 
 
@@ -49,7 +49,7 @@ class RewardProcess:
         self._ending = False
         self._start()
 
-    def evaluate(self, name: str, groups: Sequence[Group], timeout_s: float) -> list[Timed | str]:
+    def evaluate(self, name: str, groups: Sequence[CompletionGroup], timeout_s: float) -> list[Timed | str]:
         """Return the reward of one function for each completion, and how long it took, or what it raised.
 
         ``groups``: what the function is called with each time, one completion or those that it rates together. An
@@ -166,7 +166,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
             connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
 
 
-def _evaluate(function: RewardCallable, group: Group, whole: bool) -> list[Timed | str]:
+def _evaluate(function: RewardCallable, group: CompletionGroup, whole: bool) -> list[Timed | str]:
     """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``."""
     started = time.monotonic()
     try:
@@ -176,11 +176,11 @@ def _evaluate(function: RewardCallable, group: Group, whole: bool) -> list[Timed
 
 
 async def _gather_answers(
-    function: RewardCallable, groups: Sequence[Group], timeout_s: float, whole: bool = False
+    function: RewardCallable, groups: Sequence[CompletionGroup], timeout_s: float, whole: bool = False
 ) -> list[list[Timed | str]]:
     """Evaluate an async function for all ``groups`` at the same time, each with a time limit; as :func:`_evaluate`."""
 
-    async def ask(group: Group) -> list[Timed | str]:
+    async def ask(group: CompletionGroup) -> list[Timed | str]:
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s) as limit:

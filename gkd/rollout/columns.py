@@ -12,13 +12,11 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Target, VersionSpan
+from gkd.types import Array, Prompt, Sample, SampleRequest, ScoredSample, Target, VersionSpan
 
-Array: TypeAlias = NDArray[Any]
-Shapes: TypeAlias = list[tuple[int, ...] | None]
-Column: TypeAlias = tuple[Array, Shapes] | list[Array | None]
+RowShapes: TypeAlias = list[tuple[int, ...] | None]
+Column: TypeAlias = tuple[Array, RowShapes] | list[Array | None]
 """Arrays of one type end to end, and the shape of each, None where there is none; or those arrays themselves."""
 LARGE_BYTES = 1 << 14
 """From this mean size on, copying an array takes longer than pickling it by itself."""

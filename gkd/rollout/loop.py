@@ -15,7 +15,7 @@ from gkd.inference.engine import InferenceEngine
 from gkd.types import Sample, SampleRequest
 
 IDLE_POLL_S = 0.5
-Result = TypeVar("Result")
+CallResult = TypeVar("CallResult")
 
 
 class EngineLoop:
@@ -35,13 +35,13 @@ class EngineLoop:
         """Have ``command`` run between two steps. What it raises ends the loop."""
         self._commands.put(command)
 
-    def call(self, run: Callable[[], Result], activity: str) -> Result:
+    def call(self, run: Callable[[], CallResult], activity: str) -> CallResult:
         """Have ``run`` called between two steps; returns what it returns, raises what it raises.
 
         Raises WorkerHung where the thread does not come to ``activity`` within ``weights.timeout_s``, and what is
         made of the loop's end where it ends before.
         """
-        done: Future[Result] = Future()
+        done: Future[CallResult] = Future()
         with self._lock:
             if self._ended is not None:
                 raise self._failure_of(activity, self._ended)

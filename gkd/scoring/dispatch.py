@@ -26,6 +26,7 @@ from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.replica import BUSY_S, PendingRequest, Replica
 from gkd.scoring.wakeup import Wakeup
+from gkd.types import Array
 
 TICK_MS = 50
 
@@ -181,7 +182,7 @@ class Dispatcher:
                 self._accept_error(replica, body)
 
     def _accept_answer(
-        self, replica: Replica, body: wire.ScoreReply | wire.GenerateReply | wire.RateReply, arrays: list[wire.Array]
+        self, replica: Replica, body: wire.ScoreReply | wire.GenerateReply | wire.RateReply, arrays: list[Array]
     ) -> None:
         pending = self._pending.get(body.id)
         if pending is None:

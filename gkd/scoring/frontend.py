@@ -18,7 +18,7 @@ import zmq
 
 from gkd.data.rendering import Rendering
 from gkd.errors import ConfigError
-from gkd.inference.requests import Code, Limits, RequestRejected
+from gkd.inference.requests import ErrorCode, Limits, RequestRejected
 from gkd.scoring import wire
 from gkd.scoring.address import Key, endpoint, secure_server
 from gkd.scoring.clients import Clients, QueuedRequest
@@ -86,12 +86,12 @@ class Frontend:
         self._outgoing.extend([(job.client, frame, job) for job, frame in answers])
         self._wakeup.set()
 
-    def reject(self, job: QueuedRequest, code: Code, message: str) -> None:
+    def reject(self, job: QueuedRequest, code: ErrorCode, message: str) -> None:
         """Answer a job that was taken with an error."""
         self.counts[code] += 1
         self.reply([(job, wire.encode(wire.Error(job.id, code, message[:4096])))])
 
-    def close(self, code: Code = "stopping", message: str = "the server is stopping") -> None:
+    def close(self, code: ErrorCode = "stopping", message: str = "the server is stopping") -> None:
         """Refuse what is queued, send what is to be sent (half a second at most), and give everything back."""
         if self._closing.is_set():
             return
@@ -105,7 +105,7 @@ class Frontend:
     def _reject_expired(self, job: QueuedRequest) -> None:
         self._reject_queued(job, "expired", "its deadline passed while it waited for the engine")
 
-    def _reject_queued(self, job: QueuedRequest, code: Code, message: str) -> None:
+    def _reject_queued(self, job: QueuedRequest, code: ErrorCode, message: str) -> None:
         self.counts[code] += 1
         self._outgoing.append((job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None))
         self._wakeup.set()

@@ -14,7 +14,7 @@ from gkd.cluster.workers.activity import HERE
 from gkd.data.rendering import Rendering
 from gkd.errors import RunFailed, describe_error
 from gkd.inference.engine import InferenceEngine
-from gkd.inference.requests import Code, RequestRejected
+from gkd.inference.requests import ErrorCode, RequestRejected
 from gkd.scoring import wire
 from gkd.scoring.address import Key
 from gkd.scoring.clients import QueuedRequest
@@ -72,7 +72,7 @@ class ScoringServer:
 
         Raises RunFailed when the engine fails, after an answer to every client that waits.
         """
-        code: Code = "stopping"
+        code: ErrorCode = "stopping"
         message = "the server is stopping"
         try:
             while not stop.is_set():

@@ -19,20 +19,18 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 from gkd.data.rendering import Rendering
 from gkd.inference import requests
-from gkd.inference.requests import Code
-from gkd.types import Float32, Int32, Target
+from gkd.inference.requests import ErrorCode
+from gkd.types import Array, Float32, Int32, Target
 
 PROTOCOL = 6
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 MAX_PACKED_REPLIES_BYTES = MAX_REPLY_HEADER_BYTES  # which every client takes, whatever it expects
 
-Array: TypeAlias = NDArray[Any]
 
 _Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -136,7 +134,7 @@ class Error(Body, frozen=True):
     """Why there is no answer; ``id`` is None when the request could not even be read."""
 
     id: _Id | None
-    code: Code
+    code: ErrorCode
     message: _Text
 
 
@@ -271,7 +269,7 @@ def decode_request(body: AnyRequest, arrays: Sequence[Array]) -> requests.Reques
     return requests.ScoreRequest(tokens, spans, body.top_k, body.temperature, body.vocabulary)
 
 
-def encode_answer(id: int, answer: requests.Answer) -> bytes:
+def encode_answer(id: int, answer: requests.ScorerAnswer) -> bytes:
     """Encode the answer to request ``id`` as one frame."""
     if isinstance(answer, float):
         return encode(RateReply(id, answer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from gkd.weights.delivery import Delivery
 from gkd.weights.packing import split_into_buckets
 from gkd.weights.transfer import IN_FLIGHT, Bucket, Sender
 
-Named = Iterator[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from gkd.weights.file_names import Named
 
 
 class Publisher:

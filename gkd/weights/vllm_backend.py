@@ -20,7 +20,7 @@ from gkd.weights.shards import ShardCall
 from gkd.weights.transfer import Bucket, Receiver
 from gkd.weights.vllm_reload import Reload
 
-Running = Literal["none", "recompute", "keep"]
+CachePolicy = Literal["none", "recompute", "keep"]
 """What becomes of what unfinished requests have cached when weights change; none: there are none."""
 
 
@@ -91,7 +91,7 @@ def join(llm: LLM, weights: Weights, address: str, offset: int, world: int) -> N
 
 
 def load(
-    llm: LLM, bucket: Bucket, tensors: dict[str, Tensor] | None = None, running: Running = "none", rank: int = 0
+    llm: LLM, bucket: Bucket, tensors: dict[str, Tensor] | None = None, running: CachePolicy = "none", rank: int = 0
 ) -> None:
     """Load one bucket into an engine that computes nothing, in order; ``tensors`` None: its processes receive them.
 

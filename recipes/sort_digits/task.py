@@ -20,7 +20,7 @@ import gkd
 from gkd.config import Config as RunConfig
 from gkd.config import Settings
 from gkd.data.cache import MAKING_TIMEOUT_S, make_cache, make_entry
-from gkd.data.task import Report, Task, TaskInputs
+from gkd.data.task import ReportFn, Task, TaskInputs
 from gkd.errors import RunFailed
 
 from .sorting import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, examples, write_examples
@@ -122,7 +122,7 @@ class SortDigits(Task):
         self.config, self.digits = config, settings.digits
         self.teacher, self.student = recipes(settings, config.trainer.seed)
 
-    def make(self, report: Report) -> TaskInputs:
+    def make(self, report: ReportFn) -> TaskInputs:
         """Make what the cache lacks; a teacher only where the algorithm needs one. Raises RunFailed when it fails."""
         cache, needs_teacher = make_cache(self.config.data), self.config.algorithm.needs_teacher
         missing: list[ModelRecipe] = []
@@ -152,7 +152,7 @@ def _entry(cache: Path, name: str, determined_by: object) -> Path:
     return cache / f"sorting-{name}-{key[:16]}"
 
 
-def make_data(cache: Path, digits: int, seed: int, report: Report) -> Path:
+def make_data(cache: Path, digits: int, seed: int, report: ReportFn) -> Path:
     """Write the files of prompts into the cache unless they are there, and return their directory."""
     directory = _entry(cache, "data", [digits, seed])
     with make_entry(directory, report) as unfinished:
@@ -162,7 +162,7 @@ def make_data(cache: Path, digits: int, seed: int, report: Report) -> Path:
     return directory
 
 
-def _run_warmup(cache: Path, missing: list[ModelRecipe], report: Report) -> None:
+def _run_warmup(cache: Path, missing: list[ModelRecipe], report: ReportFn) -> None:
     program = [sys.executable, "-m", "gkd.recipes.sort_digits.warmup"]
     names = " and ".join(recipe.name for recipe in missing)
     # The child may be started from any directory, and gkd need not be installed.

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from gkd.data.cache import make_entry
-from gkd.data.task import Report
+from gkd.data.task import ReportFn
 from gkd.errors import RunFailed
 
 from . import sorting
@@ -50,7 +50,7 @@ def new_model(recipe: ModelRecipe) -> Any:
     return LlamaForCausalLM(LlamaConfig(**recipe.llama_config()))
 
 
-def train(model: Any, recipe: ModelRecipe, report: Report) -> WarmedUp:
+def train(model: Any, recipe: ModelRecipe, report: ReportFn) -> WarmedUp:
     """Train on fresh prompts that are not held out, with the loss on the response's tokens only."""
     rng = np.random.default_rng((recipe.seed, recipe.digits))
     exam = _sequences(rng, N_EXAMINED, recipe.digits)
@@ -116,7 +116,7 @@ def exact_accuracy(model: Any, ids: Tensor, recipe: ModelRecipe) -> float:
     return float((logits.argmax(-1) == targets).all(1).float().mean())
 
 
-def make_model(cache: Path, recipe: ModelRecipe, report: Report) -> Path:
+def make_model(cache: Path, recipe: ModelRecipe, report: ReportFn) -> Path:
     """Train the recipe's model into the cache unless it is there, and return its directory."""
     directory = recipe.directory(cache)
     with make_entry(directory, report) as unfinished:

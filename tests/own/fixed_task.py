@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from transformers import AutoConfig
 
 from gkd.config import Config as RunConfig
-from gkd.data.task import Report, TaskInputs
+from gkd.data.task import ReportFn, TaskInputs
 
 
 class Fixed:
@@ -20,7 +20,7 @@ class Fixed:
     def __init__(self, settings: Config, config: RunConfig) -> None:
         self.directory, self.seed = Path(settings.directory), config.trainer.seed
 
-    def make(self, report: Report) -> TaskInputs:
+    def make(self, report: ReportFn) -> TaskInputs:
         report(f"taken from {self.directory}")
         files = [[str(self.directory / f"{name}.jsonl")] for name in ("train", "val")]
         return TaskInputs(str(self.directory / "student"), None, *files)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gkd.config import Config, load
-from gkd.data.task import Report, TaskInputs, task_of
+from gkd.data.task import ReportFn, TaskInputs, task_of
 from gkd.recipes.sort_digits import warmup
 from gkd.recipes.sort_digits.sorting import draw, token_rows
 from gkd.recipes.sort_digits.task import SortDigits, make_data, recipes
@@ -21,7 +21,7 @@ def config(cache: Path, seed: int = 0, teacher_steps: int = 1, student_steps: in
     return load({"trainer": {"seed": seed}, "data": data})
 
 
-def prepare(config: Config, report: Report) -> TaskInputs:
+def prepare(config: Config, report: ReportFn) -> TaskInputs:
     return task_of(config).make(report)
 
 

@@ -109,7 +109,7 @@ class Slot:
 
 
 @dataclass
-class _State:
+class _NodeState:
     """A node while groups are being put on it."""
 
     node: Node
@@ -128,8 +128,8 @@ class _State:
             return False
         return request.gpus is None or (set(request.gpus) <= set(self.node.gpus) and not self.taken & set(request.gpus))
 
-    def with_group(self, request: GroupRequest, cpus: float) -> _State:
-        return _State(
+    def with_group(self, request: GroupRequest, cpus: float) -> _NodeState:
+        return _NodeState(
             self.node,
             self.free_gpus - request.n_gpus,
             self.free_cpus - cpus * request.workers_per_node,
@@ -184,7 +184,7 @@ def solve(
     """
     parts = [part for request in requests for part in request.parts()]
     enough = cpus_per_worker * sum(part.workers_per_node for part in parts)  # of CPUs more make no difference
-    states = [_State(node, node.free_gpus, min(node.free_cpus, enough)) for node in nodes]
+    states = [_NodeState(node, node.free_gpus, min(node.free_cpus, enough)) for node in nodes]
     placed = _Search(cpus_per_worker, tries).place(parts, states)
     if placed is None:
         return None
@@ -206,7 +206,7 @@ class _Search:
     left: int
     dead: set[object] = field(default_factory=set)
 
-    def place(self, requests: list[GroupRequest], states: list[_State]) -> list[list[int]] | None:
+    def place(self, requests: list[GroupRequest], states: list[_NodeState]) -> list[list[int]] | None:
         """Return positions of the nodes of every request, or None."""
         if not requests:
             return []
@@ -227,7 +227,7 @@ class _Search:
         return None
 
 
-def _lacks_room(requests: Sequence[GroupRequest], states: Sequence[_State], cpus: float) -> bool:
+def _lacks_room(requests: Sequence[GroupRequest], states: Sequence[_NodeState], cpus: float) -> bool:
     """Return whether counting alone shows that there is no room: each bound holds of every placing, so None is lost."""
     for request in requests:
         if sum(state.can_host(request, cpus) for state in states) < request.nnodes:
@@ -249,7 +249,7 @@ def _exceeds(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool
     )
 
 
-def _choices(request: GroupRequest, states: list[_State], cpus: float) -> Iterator[list[int]]:
+def _choices(request: GroupRequest, states: list[_NodeState], cpus: float) -> Iterator[list[int]]:
     """Yield sets of ``request.nnodes`` nodes that can host the group, one per mix of kinds, the earliest first."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for position, state in enumerate(states):

@@ -289,12 +289,12 @@ def transfer_of(layout: Layout) -> str:
         return config.weights.transfer
     colocated = is_cpu or "rollout" in config.groups_on_actor_gpus()
     device = "cpu" if is_cpu else "cuda"
-    actor, rollout = _Worker(device, ["GPU-0"]), _Worker(device, ["GPU-0" if colocated else "GPU-1"])
+    actor, rollout = _PlannedWorker(device, ["GPU-0"]), _PlannedWorker(device, ["GPU-0" if colocated else "GPU-1"])
     return choose_transfer(config.weights, config.rollout, [actor], [rollout])
 
 
 @dataclass(frozen=True)
-class _Worker:
+class _PlannedWorker:
     """Places a worker that is only planned (:class:`gkd.weights.transfer.Place`)."""
 
     device: str
