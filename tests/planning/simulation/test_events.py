@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from gkd.planning.advice.splits import best_splits
 from gkd.planning.measured.factors import factors_of
+from gkd.planning.memory.colocation import all_memory
 from gkd.planning.simulation import steps
 from gkd.planning.simulation.events import simulate
 from gkd.planning.simulation.run import Pace, SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
@@ -205,6 +206,11 @@ def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
     assert actor <= streamed.seconds <= actor + streamed.generate < whole.seconds
     assert ahead.seconds == pytest.approx(actor, rel=0.001)
     assert [round(step.seconds) for step in (whole, streamed, ahead)] == [7440, 6691, 6399]
+    larger = "actor.max_tokens_per_micro_batch=11264"
+    layouts = layout_of(*EXAMPLE, larger, "schedule.streaming=false"), layout_of(*EXAMPLE, larger)
+    assert [round(simulate_layout(layout, 0).seconds) for layout in layouts] == [5695, 4959]
+    (memory,) = (group for group in all_memory(layouts[1]) if group.group == "actor")
+    assert memory.fits and round(memory.total / 1e9, 1) == 82.6
     fastest = best_splits(layout_of(*EXAMPLE), 8)[0]
     assert fastest.gpus == {"actor": 3, "rollout": 1, "teacher": 4}
     assert round(fastest.step.seconds) == 1172
