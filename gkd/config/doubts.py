@@ -71,11 +71,11 @@ def _learning_rate(config: Config) -> str | None:
 def _staleness(config: Config) -> str | None:
     """Return a warning where a loss is known to suffer from samples as old as these may be; None without one."""
     staleness, loss = config.schedule.max_staleness, config.algorithm.loss
-    most: int | None = loss.selected_class.max_staleness
+    most: int | None = loss.build().max_staleness
     if not config.algorithm.distils or most is None or staleness <= most:
         return None
     return (
         f"schedule.max_staleness={staleness} with algorithm.loss.name={loss.name}: on samples of weights so far behind "
         f"reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143); schedule.max_staleness={most} or less, or "
-        "algorithm.loss.name=jsd or forward_kl, would do"
+        "algorithm.loss.name=forward_kl, or jsd with beta below 1, would do"
     )

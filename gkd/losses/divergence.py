@@ -15,6 +15,8 @@ from gkd.losses import MIN_LOGPROB
 if TYPE_CHECKING:
     from torch import Tensor
 
+REVERSE_KL_MAX_STALENESS = 2
+"""Updates that samples may be behind before reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143)."""
 BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 """Logits that a loss works on at a time: as many as a processor's cache holds, or keep a GPU busy."""
 
@@ -37,15 +39,17 @@ class Divergence(ABC):
     """Whether the value is an estimate from the token sampled: it then gets importance weights, the student has to have
     sampled every response, and to be compared under the very distribution that it sampled from."""
 
-    max_staleness: ClassVar[int | None] = None
-    """Updates that samples may be behind before it is known to lose accuracy; None: not known of any."""
-
     logit_copies: ClassVar[int] = 14
     """Float32 tensors [b, V] that are alive at the worst moment of a block of b positions (:meth:`block_rows`), where
     the whole vocabulary is compared; the default is what some ten operations under autograd have."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Updates that samples may be behind before it is known to lose accuracy; None: not known of any."""
+        return None
 
     @staticmethod
     def block_rows(vocabulary: int, on_cpu: bool) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from gkd.config.base import Settings
-from gkd.losses.divergence import Divergence, kl
+from gkd.losses.divergence import REVERSE_KL_MAX_STALENESS, Divergence, kl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,11 @@ class JSD(Divergence):
 
     config: Config
     logit_copies: ClassVar[int] = 7
+
+    @property
+    def max_staleness(self) -> int | None:
+        """What is known of reverse KL, which it is at beta 1."""
+        return REVERSE_KL_MAX_STALENESS if self.config.beta == 1.0 else None
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute JSD_beta of two [N, V], as [N]."""

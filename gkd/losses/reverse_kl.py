@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from gkd.losses.divergence import Divergence, kl
+from gkd.losses.divergence import REVERSE_KL_MAX_STALENESS, Divergence, kl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,11 @@ class ReverseKL(Divergence):
     """
 
     logit_copies: ClassVar[int] = 7
-    max_staleness: ClassVar[int | None] = 2  # AsyncOPD, arXiv 2606.24143
+
+    @property
+    def max_staleness(self) -> int:
+        """What is known of reverse KL."""
+        return REVERSE_KL_MAX_STALENESS
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute KL(Q||P) of two [N, V], as [N]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gkd.losses.divergence import Divergence, sampled_log_ratio
+from gkd.losses.divergence import REVERSE_KL_MAX_STALENESS, Divergence, sampled_log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,11 @@ class SampledReverseKL(Divergence):
     teacher_logprobs: ClassVar[Literal["top_k", "token"]] = "token"
     is_policy_gradient: ClassVar[bool] = True
     logit_copies: ClassVar[int] = 4
+
+    @property
+    def max_staleness(self) -> int:
+        """What is known of reverse KL."""
+        return REVERSE_KL_MAX_STALENESS
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute the value at N response tokens from their log-probabilities [N] under teacher and student."""

@@ -28,10 +28,13 @@ def test_samples_of_older_weights_are_weighted_by_themselves(algorithm: dict[str
 
 
 def test_reverse_kl_on_old_samples_is_warned_of() -> None:
-    def warnings(staleness: int, loss: str) -> list[str]:
+    def warnings(staleness: int, loss: str, **settings: float) -> list[str]:
         schedule = {"max_staleness": staleness}
-        return list(doubts(load({"algorithm": {"loss": {"name": loss}}, "schedule": schedule})))
+        return list(doubts(load({"algorithm": {"loss": {"name": loss, **settings}}, "schedule": schedule})))
 
     (warning,) = warnings(3, "reverse_kl")
     assert "schedule.max_staleness=3 with algorithm.loss.name=reverse_kl" in warning
     assert not warnings(2, "reverse_kl") and not warnings(3, "forward_kl")
+    assert warnings(3, "sampled_reverse_kl") and not warnings(2, "sampled_reverse_kl")
+    assert warnings(3, "jsd", beta=1.0) and not warnings(2, "jsd", beta=1.0)  # that is reverse KL
+    assert not warnings(3, "jsd", beta=0.5)
