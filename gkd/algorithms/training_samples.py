@@ -41,6 +41,16 @@ def _number(reward: float | str) -> float:
     return math.nan if isinstance(reward, str) else reward
 
 
+def require_fresh(config: Config, samples: Sequence[TrainingSample], version: int) -> None:
+    """Raise RunFailed, naming it, for a sample of the student's older than weights of ``version`` may learn from."""
+    oldest, most = min(samples, key=lambda sample: sample.version), config.schedule.max_staleness
+    if not config.algorithm.is_supervised and (age := version - oldest.version) > most:
+        which = f"sample {oldest.index} of prompt {oldest.prompt_id}, from rollout rank {oldest.worker}"
+        raise RunFailed(
+            f"{which}, is of weights version {oldest.version}, {age} updates behind (schedule.max_staleness={most})"
+        )
+
+
 def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[list[TrainingSample], dict[str, float]]:
     """Settle the advantages of a batch and which samples are in the loss; also returns reward/* and advantage/*.
 

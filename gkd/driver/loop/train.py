@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gkd.algorithms.training_samples import require_rewards, with_advantages
+from gkd.algorithms.training_samples import require_fresh, require_rewards, with_advantages
 from gkd.cluster.workers.activity import HERE, record_activity
 from gkd.config import Config
 from gkd.driver.checkpoints.checkpoint import RunState
@@ -54,6 +54,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
         parts.actor.beside = partial(_log_samples, log, step, collected.batch)
         batch, row = _add_advantages(config, log, collected, step)
         row |= at.validation() if validates else {}
+        require_fresh(config, batch, parts.actor.version)
         row |= measured.batch_metrics(batch, parts.actor.version) | measured.stage_metrics(collected.requested_s, batch)
         ahead = batches.prompts_ahead(step)
         state = replace(state, step=step, prompts=parts.prompts.state(), ahead=ahead, row=measured.keep_finite(row))

@@ -28,6 +28,7 @@ from gkd.driver.validation.early_stop import EarlyStop
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
+from gkd.types import VersionSpan
 from tests.driver.loop.test_collect import PROMPTS, Engines, grpo
 
 REPORT = SimpleNamespace(
@@ -64,6 +65,7 @@ class Played:
     supervised: bool = False
     most: int = 8
     """Samples of which the actor holds so many at a time."""
+    behind: int = 0  # updates, that samples are
     beside: Callable[[], None] | None = None
     arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
     held_at_push: list[int] = field(default_factory=list)
@@ -82,7 +84,8 @@ class Played:
         self.step += 1
         self.note("collect")
         found = Engines(lambda request: float(request.index)).finished(requests)
-        held = [replace(sample, ref=Arrays()) for sample in found]
+        version = 0 if self.supervised else max(0, self.version - self.behind)
+        held = [replace(sample, ref=Arrays(), versions=(VersionSpan(0, 1, version),)) for sample in found]
         self.arrays += [weakref.ref(sample.ref) for sample in held]
         yield held
 
@@ -248,8 +251,17 @@ def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
         assert row["memory/actor/process_gb"] == 1.0
         assert row["timing_s/step"] >= row["timing_s/update"] + row["timing_s/sync"]
         assert row["perf/tokens_per_second"] == pytest.approx(2 * row["perf/tokens_per_second_per_gpu"])
-    # All samples here are of version 0, and the actor is one version further with every step.
-    assert [row["staleness/max"] for row in rows] == [0, 1, 2]
+
+
+def test_a_sample_older_than_the_schedule_allows_ends_the_run_before_it_is_learned_from(tmp_path: Path) -> None:
+    run = Played(tmp_path, max_staleness=1, behind=1)
+    run.run(State())
+    assert [row["staleness/max"] for row in run.rows()] == [0, 1, 1]
+    run = Played(tmp_path / "older", max_staleness=1, behind=2)
+    run.output.mkdir()
+    with pytest.raises(RunFailed, match=r"^sample 0 of prompt .*version 0, 2 updates behind .*max_staleness=1\)"):
+        run.run(State())
+    assert ("update", 2) in run.calls and ("update", 3) not in run.calls
 
 
 @pytest.mark.parametrize(("max_staleness", "first", "then"), [(1, [1, 2], [[3], []]), (2, [1, 2, 3], [[], []])])
