@@ -141,12 +141,11 @@ def _forget_after(saved: SavedCheckpoint, output: Path, metrics: Path, samples: 
 
 
 def _print_pace(config: Config, output: Path, log: RunLog, requested: Config | None) -> None:
-    """Print where the time went and, with the configuration as it was ``requested``, which split would be faster."""
+    """Print in one line where the time went and, with the configuration as it was ``requested``, a faster split."""
     pace = log.timeline.summary()
     split = faster_split(config, output, requested.rollout) if pace and requested is not None else ""
-    for text in (pace, split):
-        if text:
-            log.progress.print_line(text)
+    if text := "; ".join(filter(None, (pace, split))):
+        log.progress.print_line(text)
 
 
 def _write(config: Config, output: Path) -> None:

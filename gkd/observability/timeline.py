@@ -85,8 +85,9 @@ class Timeline:
         self._path, self._n_steps = path, n_steps
         self._steps: deque[list[dict[str, Any]]] = deque(maxlen=max(1, n_steps))
         self._lanes: dict[str, int] = {}
-        self._busy: dict[str, list[float]] = defaultdict(list)
+        self._idle: dict[str, list[float]] = defaultdict(list)  # seconds of a step, by group
         self._waits: list[dict[str, float]] = []
+        self._lengths: list[float] = []  # of steps, seconds
         self._begun: dict[str, list[ActivitySpan]] = {}  # of workers that were busy with the next step already
         self._clocks: dict[str, tuple[float, float]] = {}
         self._written = time.monotonic()
@@ -124,8 +125,9 @@ class Timeline:
         waited = {group: waited[group] / len(spans) for group in sorted(waited)}
         row |= {f"perf/waits_for/{group}": share for group, share in waited.items()}
         for group in busy:
-            self._busy[group].append(row[f"perf/busy/{group}"])
+            self._idle[group].append((1.0 - row[f"perf/busy/{group}"]) * length)
         self._waits.append(waited)
+        self._lengths.append(length)
         self._steps.append(events)
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self.write()
@@ -150,16 +152,18 @@ class Timeline:
         return [span._replace(start=span.start - ahead, end=span.end - ahead) for span in spans]
 
     def summary(self) -> str:
-        """Return in one line who set the pace and who waited; empty before the first step."""
+        """Return in one line who set the pace, and how long workers of each group waited in a step.
+
+        Those are means; empty before the first step.
+        """
         waits = {
             group: fmean(step.get(group, 0.0) for step in self._waits) for group in dict.fromkeys(chain(*self._waits))
         }
         if not waits:
             return ""
         pace = max(waits, key=lambda group: waits[group])
-        busy = (f"{group} {fmean(shares):.0%}" for group, shares in self._busy.items())
-        waited = f"all others together waited {waits[pace]:.0%} of their time for it"
-        return f"busy in a step: {', '.join(busy)}; the pace is set by {pace}, {waited}"
+        waited = ", ".join(f"{group} {fmean(idle):.3g} s" for group, idle in self._idle.items())
+        return f"the pace is set by {pace}; workers waited in a step of {fmean(self._lengths):.3g} s: {waited}"
 
     def write(self) -> None:
         """Write the file, whole; where that fails, with a warning, not again."""
