@@ -255,12 +255,12 @@ def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
 
 def test_a_sample_older_than_the_schedule_allows_ends_the_run_before_it_is_learned_from(tmp_path: Path) -> None:
     run = Played(tmp_path, max_staleness=1, behind=1)
-    run.run(State())
+    run.run(RunState())
     assert [row["staleness/max"] for row in run.rows()] == [0, 1, 1]
     run = Played(tmp_path / "older", max_staleness=1, behind=2)
     run.output.mkdir()
     with pytest.raises(RunFailed, match=r"^sample 0 of prompt .*version 0, 2 updates behind .*max_staleness=1\)"):
-        run.run(State())
+        run.run(RunState())
     assert ("update", 2) in run.calls and ("update", 3) not in run.calls
 
 
