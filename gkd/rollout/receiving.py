@@ -33,6 +33,10 @@ class WeightLoader:
         self._arriving = threading.Lock()
         self._arrivals: Arrivals | None = None
 
+    def ping(self, version: int) -> None:
+        """Return once the engine is between two steps; it samples on. Raises WorkerHangs past the deadline."""
+        self._loop.call(lambda: None, f"end a step before weights version {version}")
+
     def pause(self, version: int) -> None:
         """Finish what is being sampled, unless weights are loaded in flight; sample no more until all buckets of
         ``version`` are loaded.

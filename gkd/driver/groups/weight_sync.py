@@ -27,9 +27,10 @@ class WeightSync:
     """Has every engine that is there serve the actor's weights, whole, before it samples again.
 
     They go in buckets, from the actor's ranks to the engines: one call of the driver to each of them starts it, and two
-    buckets at most are packed and not loaded everywhere (:mod:`gkd.weights.delivery`). An engine that dies is left out,
-    as it is while sampling, and gets them when it is back; only in the middle of a collective transfer's bucket the
-    others and the actor cannot be had back, and the run ends.
+    buckets at most are packed and not loaded everywhere (:mod:`gkd.weights.delivery`). An engine samples until its own
+    first bucket comes, whatever the others do; all become idle only where they join a group. An engine that dies is
+    left out, as it is while sampling, and gets them when it is back; only in the middle of a collective transfer's
+    bucket the others and the actor cannot be had back, and the run ends.
 
     ``workers`` are the reports of all of the rollout group's workers; ``config.weights.transfer`` is decided.
     """
@@ -70,10 +71,11 @@ class WeightSync:
         limit, version = self.config.weights.timeout_s, self.actor.version
         self._end = time.monotonic() + limit
         about = f"weights version {version} (weights.timeout_s={limit:g})"
-        if self._transfer.gpu_to_gpu:  # nothing is packed for an engine that is not there any more
-            self._call_engines("weights.pause", version, activity=f"becoming idle for {about}")
-        if self._transfer.collective and not self._transfer.shards and self._group != self._members():
-            self._form_group(about)
+        if self._transfer.collective:  # which would wait for an engine that is not there any more, or that hangs
+            self._call_engines("weights.ping", version, activity=f"doing a step before {about}")
+            if not self._transfer.shards and self._group != self._members():
+                self._call_engines("weights.pause", version, activity=f"becoming idle for {about}")
+                self._form_group(about)
         served = self._send(about)
         for engine, its in served.items():
             if its != version:

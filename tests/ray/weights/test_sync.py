@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,12 +149,40 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
             system.push(version)
         # One to each rank, and to an engine where a collective needs it, however many buckets there are.
         assert (calls["sending"], calls["loading"]) == (2, 2 if transfer == "nccl" else 0)
+        assert calls["becoming"] == (2 if transfer == "nccl" and version == 1 else 0)  # to join the group
         found = system.expect_served(version)
         if transfer != "object_store":
             assert all(buckets > 3 for *_, buckets, _ in found)
     if transfer == "nccl":  # met once for both pushes, each with a place of its own
         assert [groups[-1] for *_, groups in found] == [(1, 3), (2, 3)]
         assert [len(groups) for *_, groups in found] == [1 + checksum] * 2
+
+
+def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors: Group, pair: Group) -> None:
+    config, gpus = settings("nccl"), ENGINE_GPUS["nccl"][:2]
+    pair.control("use", config, gpus, timeout_s=30)
+    system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
+    system.push(1)
+    pair.select([0]).control("do_long_step", 4.0, timeout_s=30)
+    with ThreadPoolExecutor() as pool:
+        push = pool.submit(system.push, 2)
+        time.sleep(1.5)
+        assert [(version, samples) for _, version, samples, _, _ in system.found()] == [(1, True), (1, True)]
+        assert not push.done()
+        push.result(30)
+    system.expect_served(2)
+
+
+def test_by_nccl_the_others_go_on_without_an_engine_that_hangs_before_the_push(actors: Group) -> None:
+    config = settings("nccl", timeout_s=4.0)
+    engines = make_engines(config, 2)
+    system = start(actors, engines, config)
+    system.push(1)
+    engines.select([0]).control("do_long_step", 60.0, timeout_s=30)
+    system.push(2)
+    assert system.rollout.present_engines == [1]
+    system.expect_served(2)
+    end(engines)
 
 
 @pytest.fixture(scope="module")

@@ -189,6 +189,10 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def make_trouble(self, what: str, number: int) -> None:
         self.engine.trouble = (what, number)
 
+    def do_long_step(self, seconds: float) -> None:
+        """Have the engine's thread do a step of so long, which nobody waits for."""
+        self.loop.submit(lambda: time.sleep(seconds))
+
     def found(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
         """Tensors, version, whether it may sample, buckets of the last push, and NCCL groups it has been in."""
         engine = self.engine
