@@ -23,14 +23,16 @@ SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
 SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
 """Sections and settings that an evaluation takes; another one would have no effect."""
 POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
-SAMPLING = {f"rollout.{name}": name for name in ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty")}
+SAMPLING = {"rollout.n": "samples"} | {
+    f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
+}
 
 
 @entry_point
 def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     parser = Parser("gkd evaluate", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="measure the first 5 questions of each set alone")
+    parser.add_argument("--quick", action="store_true", help="ask the first 5 questions of each set alone")
     parser.add_argument(
         "overrides", nargs="*", help="RUN, models.NAME=DIR, +sets=NAME, placement=NAME, section.key=value"
     )

@@ -27,7 +27,9 @@ class EvalSet(Settings):
     system_prompt: str | None = Field(None, description="as data.system_prompt")
     apply_chat_template: bool | None = Field(None, description="as data.apply_chat_template")
     chat_template_kwargs: dict[str, Any] = Field({}, description="as data.chat_template_kwargs")
-    n: int = Field(1, ge=1, description="answers a question (verl's val_kwargs.n, slime's n_samples_per_eval_prompt)")
+    samples: int = Field(
+        1, ge=1, description="answers a question (verl's val_kwargs.n, slime's n_samples_per_eval_prompt)"
+    )
     temperature: float = Field(0.0, ge=0, le=1e3, description="temperature of the answers; 0: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus that answers are sampled from")
     top_k: int | None = Field(None, ge=1, description="as rollout.top_k")
@@ -44,9 +46,9 @@ class EvalSet(Settings):
         [], description="rewards to measure besides accuracy, as in reward.functions; their settings are in reward.NAME"
     )
     pass_k: list[Annotated[int, Field(ge=1)]] = Field(
-        [], description="k of pass@k, each at most n; empty: n, where that is above 1"
+        [], description="k of pass@k, each at most samples; empty: samples, where there are several"
     )
-    val_every: int | None = Field(
+    every: int | None = Field(
         None, ge=1, description="of data.val_sets: measured every so many steps; null: as trainer.val_every"
     )
     difficulty: str | None = Field(None, description="column to split the scores by")
@@ -55,8 +57,8 @@ class EvalSet(Settings):
     def _questions_can_be_asked(self) -> EvalSet:
         if not self.files:
             raise ValueError("files is empty: where are the questions?")
-        if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n={self.n} answers at temperature=0 are all alike: set temperature, such as 0.7")
-        if over := [k for k in self.pass_k if k > self.n]:
-            raise ValueError(f"pass_k={over[0]} needs as many samples, and there are {self.n} (n)")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples={self.samples} at temperature=0 are all alike: set temperature, such as 0.7")
+        if over := [k for k in self.pass_k if k > self.samples]:
+            raise ValueError(f"pass_k={over[0]} needs as many samples, and there are {self.samples} (samples)")
         return self

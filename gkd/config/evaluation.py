@@ -67,8 +67,8 @@ class Evaluate(OpenSections):
                 raise ValueError(
                     f"strategies: {name} is no strategy: async, and called with generate and row, it has to be"
                 )
-        if scheduled := [name for name, eval_set in self.sets.items() if eval_set.val_every is not None]:
-            raise ValueError(f"sets.{scheduled[0]}.val_every is for data.val_sets, in training")
+        if scheduled := [name for name, eval_set in self.sets.items() if eval_set.every is not None]:
+            raise ValueError(f"sets.{scheduled[0]}.every is for data.val_sets, in training")
         if not self.output_dir.strip():
             raise ValueError("output_dir is empty: name a directory")
         return self

@@ -314,8 +314,6 @@ EARLIER: dict[str, str] = {
     "reward.length.wanted": "reward.length.target_length",
     "reward.reasoning_steps.wanted": "reward.reasoning_steps.n_steps",
     "reward.cosine.right": "reward.cosine.correct",
-    "every": "trainer.val_every; in the section of a set val_every",
-    "samples": "rollout.n; in the section of a set n",
 }
 """Names that settings had in earlier versions."""
 

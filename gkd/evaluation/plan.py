@@ -53,7 +53,7 @@ class Measurement:
     @property
     def jobs(self) -> list[AnswerJob]:
         """Every answer that is wanted, all first samples first: scores of all questions come early."""
-        samples = self.questions.settings.n
+        samples = self.questions.settings.samples
         return [AnswerJob(question, index) for index in range(samples) for question in self.questions.questions]
 
     def key(self, job: AnswerJob, seed: int) -> AnswerKey:

@@ -213,7 +213,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         model=measurement.model.name,
         set=questions.name,
         n=len(questions.questions),
-        samples=settings.n,
+        samples=settings.samples,
         scores=means(list(values.values())),
         questions=values,
         strategy=measurement.label,

@@ -68,8 +68,6 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
         # earlier versions
         ("reward.length.wanted", "reward.length.target_length"),
         ("reward.cosine.right", "reward.cosine.correct"),
-        ("evaluate.sets.sums.samples", "rollout.n; in the section of a set n"),
-        ("data.val_sets.hard.every", "trainer.val_every; in the section of a set val_every"),
         # misspelt
         ("trainer.total_step", "trainer.total_steps"),
         ("traner.total_steps", "trainer.total_steps"),

@@ -84,7 +84,7 @@ def test_an_endpoint_is_asked_what_is_missing(
     assert (again.n, again.model, again.tokens_per_second is not None) == (5, "adder", True)
     warm = [*arguments(tmp_path, server, n=5), "evaluate.sets.sums.temperature=0.7"]
     evaluate(compose_evaluation(warm), out, quick=False)
-    more = [*warm, "evaluate.sets.sums.n=2"]
+    more = [*warm, "evaluate.sets.sums.samples=2"]
     (third,) = evaluate(compose_evaluation(more), out, quick=False)
     assert (third.samples, len(Adder.asked)) == (2, 15)  # the second answers alone
     (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)

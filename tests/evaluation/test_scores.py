@@ -10,7 +10,7 @@ from gkd.evaluation.questions import Question
 from gkd.evaluation.scores import SampledAnswer, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
-SETTINGS = EvalSet(files=["x"], answer_key="answer", n=4, temperature=1.0, pass_k=[1, 2, 4])
+SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
 
 
 def question(answer: str | None, key: str = "q", difficulty: str | None = None) -> Question:

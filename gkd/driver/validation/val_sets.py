@@ -41,7 +41,7 @@ class ValSets:
     def due_sets(self, step: int, rest: bool = False) -> list[Questions]:
         """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
         every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
-        due = [last or step % (questions.settings.val_every or every) == 0 for questions in self.sets]
+        due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
         return [questions for questions, now in zip(self.sets, due, strict=True) if now != rest]
 
     def request(self, sets: Sequence[Questions], order: float = 0) -> RequestedSets:
@@ -61,10 +61,10 @@ class ValSets:
     def last_scores(self) -> list[tuple[str, int, Mapping[str, Mapping[str, float]]]]:
         """Return each set's name, its samples of a question, and its last scores."""
         settings = self.config.data.val_sets
-        return [(name, settings[name].n, scores) for name, scores in self.scores.items()]
+        return [(name, settings[name].samples, scores) for name, scores in self.scores.items()]
 
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        settings, n = questions.settings, questions.settings.n
+        settings, n = questions.settings, questions.settings.samples
         length = sampling_of(self.config.rollout, settings).max_tokens
         jobs = _jobs(questions)
         fetched = self.rollout.fetch(samples)
@@ -96,7 +96,7 @@ class ValSets:
 
 def _jobs(questions: Questions) -> list[tuple[Question, int]]:
     """Return what is asked of a set: each question, with the number of the answer."""
-    return [(question, index) for question in questions.questions for index in range(questions.settings.n)]
+    return [(question, index) for question in questions.questions for index in range(questions.settings.samples)]
 
 
 def _metrics(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -65,13 +65,13 @@ def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
 
 
 def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
-    sets, _ = make(tmp_path, usual={}, seldom={"val_every": 25})
+    sets, _ = make(tmp_path, usual={}, seldom={"every": 25})
     due = {step: {name.split("/")[1] for name in sets.run(sets.due_sets(step))} for step in (0, 7, 10, 25, 35)}
     assert due == {0: {"usual", "seldom"}, 7: set(), 10: {"usual"}, 25: {"seldom"}, 35: {"usual", "seldom"}}
 
 
 def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_path: Path) -> None:
-    sets, engines = make(tmp_path, hard={"n": 2, "temperature": 0.7, "max_response_length": 5})
+    sets, engines = make(tmp_path, hard={"samples": 2, "temperature": 0.7, "max_response_length": 5})
     found = sets.run(sets.due_sets(0))
     expected = {
         "accuracy": 0.5,

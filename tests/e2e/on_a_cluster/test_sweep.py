@@ -15,7 +15,7 @@ def test_two_runs_are_compared_at_the_end(start: Any, tmp_path: Path) -> None:
         {"prompt": f"{a} {b} {c} =", "answer": " ".join(sorted((a, b, c)))} for a, b, c in ("312", "201", "321")
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    own = {"files": "[own.jsonl]", "answer_key": "answer", "n": 2, "temperature": 1.0}
+    own = {"files": "[own.jsonl]", "answer_key": "answer", "samples": 2, "temperature": 1.0}
     run: Run = start(
         "--multirun", "actor.lr=1e-9,3e-3", "trainer.total_steps=6", "trainer.batch_size=16", "rollout.engine=hf",
         *(f"data.val_sets.own.{name}={value}" for name, value in own.items()), recipe="sft",
