@@ -1,7 +1,7 @@
 """The reward ``reward_model``: a sequence classification model, in a group of its own.
 
-It answers over ZeroMQ like the teacher (:class:`gkd.inference.requests.Rate`), so requests have deadlines and go to
-another replica when one does not answer.
+It answers over ZeroMQ like the teacher (:class:`gkd.inference.requests.RateRequest`), so requests have deadlines and go
+to another replica when one does not answer.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class WeightLoader:
         self._arrivals: Arrivals | None = None
 
     def ping(self, version: int) -> None:
-        """Return once the engine is between two steps; it samples on. Raises WorkerHangs past the deadline."""
+        """Return once the engine is between two steps; it samples on. Raises WorkerHung past the deadline."""
         self._loop.call(lambda: None, f"end a step before weights version {version}")
 
     def pause(self, version: int) -> None:
