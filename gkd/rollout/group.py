@@ -111,13 +111,13 @@ class RolloutGroup:
 
         Raises as :meth:`collect`.
         """
-        deadline, left, waits = time.monotonic() + timeout_s, deque(keys), False
+        deadline, left, began = time.monotonic() + timeout_s, deque(keys), False
         while left:
             there: list[TrainingSample] = []
             while left and left[0] in self._done:
                 there.append(self._hand_over(left.popleft()))
-            if there or not waits:
-                waits = True
+            if there or not began:
+                began = True
                 yield there
                 continue
             self._refresh()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from gkd.cluster.workers.activity import record_activity
 from gkd.config import Config
@@ -13,9 +14,6 @@ from gkd.rollout.loop import EngineLoop
 from gkd.rollout.sampler import Sampler
 from gkd.weights.delivery import Arrivals, Push
 from gkd.weights.transfer import Bucket, Receiver
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class WeightLoader:
@@ -27,9 +25,11 @@ class WeightLoader:
     def __init__(self, config: Config, rank: int, loop: EngineLoop, sampler: Sampler) -> None:
         self._rank, self._loop, self._sampler = rank, loop, sampler
         self._in_flight = config.schedule.in_flight
-        self._settings, self._transfer = config.weights, config.weights.transfer_class
+        transfer = config.weights.transfer_class
         self._receiver: Receiver | None = None
-        """What receives in this process, from the first bucket on."""
+        """What receives in this process; None where the engine's own processes do, on their GPUs."""
+        if not transfer.gpu_to_gpu:
+            self._receiver = transfer.receiver(config.weights, torch.device("cpu"))
         self._arriving = threading.Lock()
         self._arrivals: Arrivals | None = None
 
@@ -73,19 +73,12 @@ class WeightLoader:
         """Load a whole bucket, on the engine's thread."""
         if bucket.number == 0:
             self._hold()
-        if self._transfer.gpu_to_gpu:  # the engine's own processes receive, on their GPUs
+        if self._receiver is None:
             self._sampler.engine.receive_weights(bucket)
         else:
-            self._sampler.engine.load_weights(bucket, self._receive(bucket))
+            self._sampler.engine.load_weights(bucket, self._receiver.receive(bucket))
         if bucket.last:
             self._sampler.release(bucket.version)
-
-    def _receive(self, bucket: Bucket) -> dict[str, Tensor]:
-        if self._receiver is None:
-            import torch  # which engines of one's own may do without
-
-            self._receiver = self._transfer.receiver(self._settings, torch.device("cpu"))
-        return self._receiver.receive(bucket)
 
     def _hold(self) -> None:
         self._sampler.hold(self._in_flight)

@@ -19,9 +19,11 @@ from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.rollout.dataset_answers import make_dataset_sample
+from gkd.rollout.receiving import WeightLoader
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import GenerationNotice, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
+from gkd.weights.object_store import ObjectStore
 from gkd.weights.transfer import Bucket
 from tests.data.models import WORDS, save_model
 
@@ -45,6 +47,25 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> RolloutWorker:
     model = with_turn_end(ModelInfo.read(path, "model.path", load_tokenizer(path)), TURN_END)
     config = load({"rollout": {"engine": "hf"}})
     return RolloutWorker(config, EngineSpec.for_rollout(config, path, model, 64, 0, "cpu"))
+
+
+class NoReceiver:
+    """The receiving end of a transfer that cannot be made here."""
+
+    def __init__(self, *_: Any) -> None:
+        raise RunFailed("no receiver")
+
+
+class Unreceivable(ObjectStore):
+    """A transfer of one's own."""
+
+    receiver = NoReceiver  # type: ignore[assignment]
+
+
+def test_a_receiver_that_cannot_be_made_ends_the_start_and_not_the_first_push(worker: RolloutWorker) -> None:
+    config = load({"rollout": {"engine": "hf"}, "weights": {"transfer": "tests.rollout.test_worker:Unreceivable"}})
+    with pytest.raises(RunFailed, match="no receiver"):
+        WeightLoader(config, 0, worker.loop, worker.sampler)
 
 
 def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSample]:
