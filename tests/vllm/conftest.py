@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, and one vLLM engine for the whole session."""
+"""A tiny model with a tokenizer, and one vLLM engine for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gkd.config import Teacher
 VLLM_VOCABULARY, VLLM_LENGTH, CHUNK = 96, 128, 64
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _imported() -> Iterator[None]:
     """Import vLLM, and keep it out of garbage collections: an engine asks for a dozen while it starts and ends."""
     from gkd.cluster.workers.environment import environment
@@ -24,6 +24,7 @@ def _imported() -> Iterator[None]:
     on_cpu = installed_device() == "cpu"
     if on_cpu:
         os.environ.update(environment("cpu", []))
+    import torch
     import vllm  # noqa: F401
     from vllm.model_executor.models import registry
 
@@ -32,10 +33,12 @@ def _imported() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if on_cpu:  # vLLM looks at a new class of models in another process, without CUDA here; that imports it anew
             patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+            # An engine puts a function that does nothing in its place, which tests that come later would feel.
+            patch.setattr(torch, "set_num_threads", torch.set_num_threads)
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model(tiny_llama: Path) -> Path:
     """The tiny Llama with a tokenizer."""
     from tokenizers import Tokenizer, models
@@ -47,7 +50,7 @@ def model(tiny_llama: Path) -> Path:
     return tiny_llama
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 96 tokens and 128 positions."""
     import torch
@@ -70,9 +73,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vllm_engine(tiny_llama: Path) -> Iterator[Any]:
-    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks, and cached in blocks of 32."""
+    """One vLLM engine; prompts longer than 64 tokens are prefilled in chunks, and cached in blocks of 32.
+
+    It is gone before other tests make process groups of their own.
+    """
     from gkd.cluster.workers.environment import environment
     from gkd.data.model_info import ModelInfo
     from gkd.inference import vllm_scorer

@@ -55,8 +55,8 @@ def compare(plain: Student, compiled: Student, seed: int, n: int = 4) -> None:
     loss, found = loss_and_gradients(compiled, seed, n)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert found.keys() == slopes.keys()
-    for name, value in slopes.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6 * float(value.abs().max()), msg=name)
+    for name, value in slopes.items():  # sums of float32 in another order: how far they are apart is the processor's
+        torch.testing.assert_close(found[name], value, rtol=0, atol=3e-5 * float(value.abs().max()), msg=name)
 
 
 def students(model: object, path: Path, **settings: object) -> tuple[Student, Student]:

@@ -174,7 +174,7 @@ def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors:
 
 
 def test_by_nccl_the_others_go_on_without_an_engine_that_hangs_before_the_push(actors: Group) -> None:
-    config = settings("nccl", timeout_s=4.0)
+    config = settings("nccl", timeout_s=10.0)
     engines = make_engines(config, 2)
     system = start(actors, engines, config)
     system.push(1)
@@ -236,14 +236,14 @@ def test_an_engine_that_hangs_takes_no_time_from_the_others_and_the_last_one_end
     actors: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that a push may take is waited for it, and as much again for the others; it is named with its bucket."""
-    config = settings("ipc", timeout_s=4.0)
+    config = settings("ipc", timeout_s=6.0)
     engines = make_engines(config, 2)
     system = start(actors, engines, config)
     system.trouble(0, "hang in receive", 1)
     system.push(4)
     assert system.rollout.present_engines == [1]
     system.expect_served(4)
-    text = r"loading bucket 2 of weights version {} \(weights.timeout_s=4\): not done after .* s, .*rollout rank {} \("
+    text = r"loading bucket 2 of weights version {} \(weights.timeout_s=6\): not done after .* s, .*rollout rank {} \("
     assert any(re.search(text.format(4, 0), record.getMessage()) for record in caplog.records)
     system.trouble(1, "hang in receive", 1)
     with pytest.raises(RunFailed, match=text.format(5, 1)) as caught:
