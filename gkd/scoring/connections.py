@@ -57,17 +57,22 @@ class Connection:
 
     ``last_message_at``: when it last sent one.
 
-    Raises OSError where there is none any more.
+    ``port``: that it came in by. Raises OSError where there is none any more, also where ``fd`` is something else's.
     """
 
-    def __init__(self, fd: int) -> None:
-        # A duplicate is this connection for certain, however soon ZeroMQ closes its own and the number is used again.
+    def __init__(self, fd: int, port: int) -> None:
+        # A duplicate is this connection from here on, however soon ZeroMQ closes its own and the number is used again.
         duplicate = os.dup(fd)
         try:
             self._socket = socket.socket(fileno=duplicate)
         except OSError:
             os.close(duplicate)
             raise
+        # That may have happened already, and to cut off another part of this process is not what is meant.
+        is_tcp = self._socket.family in (socket.AF_INET, socket.AF_INET6)
+        if not is_tcp or self._socket.getsockname()[1] != port:
+            self._socket.close()
+            raise OSError(f"descriptor {fd} is no connection to port {port} any more")
         self.client: bytes | None = None
         self.last_message_at = time.monotonic()
         self.is_cut = False
@@ -119,11 +124,15 @@ def _raise_descriptor_limit(n_descriptors: int) -> int:
 
 
 class Connections:
-    """The connections of ``router``, a ROUTER socket that is not bound yet. All of it is used by one thread."""
+    """The connections of ``router``, a ROUTER socket that is not bound yet. All of it is used by one thread.
+
+    ``port``: that it is bound to, to be set before :meth:`update` is called.
+    """
 
     def __init__(self, router: Any, client_limits: ClientLimits, largest_request: int, unread_messages: int) -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         self.monitor = router.get_monitor_socket(events)
+        self.port = 0
         self._limits = client_limits
         self._partial_bytes = client_limits.partial_bytes + (1 + unread_messages) * largest_request
         self._by_fd: dict[int, Connection] = {}
@@ -152,7 +161,7 @@ class Connections:
 
     def _add(self, fd: int) -> None:
         try:
-            self._by_fd[fd] = Connection(fd)
+            self._by_fd[fd] = Connection(fd, self.port)
         except OSError:  # it has gone again
             return
         if len(self._by_fd) > self._most:

@@ -66,10 +66,11 @@ class Frontend:
             self._socket, client_limits, wire.largest_request(limits.max_length), UNREAD_MESSAGES
         )
         try:
-            self.address = endpoint(host, _bind(self._socket, host, port))
+            self._connections.port = _bind(self._socket, host, port)
         except ConfigError:
             self._release()
             raise
+        self.address = endpoint(host, self._connections.port)
         self._thread = threading.Thread(target=self._run, name="scoring-frontend", daemon=True)
         self._thread.start()
 

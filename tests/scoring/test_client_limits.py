@@ -102,6 +102,24 @@ def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any,
         assert early.counts.get("lost", 0) == 0
 
 
+def test_a_descriptor_that_is_something_elses_by_now_is_left_alone() -> None:
+    """ZeroMQ reports a connection by its descriptor's number, which may be another's when that is read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        port = listener.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        with ours, theirs, socket.create_connection(other.getsockname()) as outside, other.accept()[0] as elsewhere:
+            for not_ours in (ours, outside, elsewhere):
+                with pytest.raises(OSError, match="no connection to port"):
+                    Connection(not_ours.fileno(), port)
+            ours.send(b"!")
+            assert theirs.recv(1) == b"!"
+        with socket.create_connection(listener.getsockname()) as peer, listener.accept()[0] as accepted:
+            connection = Connection(accepted.fileno(), port)
+            connection.cut()
+            assert peer.recv(1) == b""
+            connection.close()
+
+
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
 def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -> None:
     running = serve(client_limits=ClientLimits(greeting_s=0.5))
