@@ -23,6 +23,11 @@ TRACKERS = Registry(
     },
 )
 
+OVERBOOKED = 2
+"""All clients together have so many times ``max_num_seqs`` requests out at one server that scores: enough that it never
+waits for them, and few enough that the last one is reached in time. All others wait at the clients, where their time
+does not run and what is trained first is sent first."""
+
 Size = Annotated[str | None, Field(pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)[mMbB]$")]
 
 

@@ -137,10 +137,10 @@ class ScoringPipeline:
         if scoring.top_k is not None:
             ids, spans = with_prompt(sample, prompt.teacher_prompt_ids)
             score = ScoreRequest(ids, spans, scoring.top_k, scoring.temperature)
-            pending.models["teacher"] = self._clients[teacher_of(prompt)].submit(score)
+            pending.models["teacher"] = self._clients[teacher_of(prompt)].submit(score, _order(sample))
         if scoring.reference:
             score = ScoreRequest(sample.token_ids, sample.spans, 0, sample.request.sampling.temperature)
-            pending.models["reference"] = self._clients["reference"].submit(score)
+            pending.models["reference"] = self._clients["reference"].submit(score, _order(sample))
 
     def _score_by_rewards(self, pending: _Pending) -> None:
         assert self._rewards is not None, "rewards are wanted only where the configuration has them"
@@ -151,7 +151,7 @@ class ScoringPipeline:
             after_prompt = sample.token_ids[len(prompt.token_ids) :]
             rate = RateRequest(reward_model_ids(prompt, after_prompt, response, *self._reward_tokenizer))
             for name in self._config.reward.functions_scored_by("reward_model"):
-                pending.rewards[name] = self._rate(rate)
+                pending.rewards[name] = self._rate(rate, _order(sample))
         pending.completion = Completion(
             prompt=prompt.text,
             response=response,
@@ -168,7 +168,7 @@ class ScoringPipeline:
         )
         pending.rewards |= self._rewards.submit(pending.completion)
 
-    def _rate(self, rate: RateRequest) -> Future[Timed]:
+    def _rate(self, rate: RateRequest, order: tuple[float, int]) -> Future[Timed]:
         """Return the reward model's reward and how long it took to come."""
         started, timed = time.monotonic(), Future[Timed]()
 
@@ -178,7 +178,7 @@ class ScoringPipeline:
             except Exception as error:
                 timed.set_exception(error)
 
-        self._clients["reward_model"].submit(rate).add_done_callback(finish)
+        self._clients["reward_model"].submit(rate, order).add_done_callback(finish)
         return timed
 
     def _hand_on(self, group: Sequence[_Pending]) -> None:
@@ -201,6 +201,11 @@ class ScoringPipeline:
             kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),
         )
         return training, ScoredSample(sample, targets.get("teacher"), reference)
+
+
+def _order(sample: Sample) -> tuple[float, int]:
+    """Return the place of a sample's requests among those that wait: what is trained first is awaited first."""
+    return sample.request.order, sample.request.key
 
 
 def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:

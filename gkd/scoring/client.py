@@ -103,13 +103,17 @@ class ScoringClient:
         self._dispatcher.expect(name, within_s, address)
 
     @overload
-    def submit(self, request: ScoreRequest) -> Future[Target]: ...
+    def submit(self, request: ScoreRequest, order: tuple[float, int] = ...) -> Future[Target]: ...
     @overload
-    def submit(self, request: GenerateRequest) -> Future[Int32]: ...
+    def submit(self, request: GenerateRequest, order: tuple[float, int] = ...) -> Future[Int32]: ...
     @overload
-    def submit(self, request: RateRequest) -> Future[float]: ...
-    def submit(self, request: Request) -> Future[Target] | Future[Int32] | Future[float]:
+    def submit(self, request: RateRequest, order: tuple[float, int] = ...) -> Future[float]: ...
+    def submit(
+        self, request: Request, order: tuple[float, int] = (0, 0)
+    ) -> Future[Target] | Future[Int32] | Future[float]:
         """Send a request; never blocks. The arrays of the answer cannot be written to.
+
+        Of those that wait because the servers have enough, one of a lower ``order`` is sent first.
 
         The future fails with ScorerRejected when the model cannot answer this request (too long, a token it does
         not know, ...), with ScorerUnavailable when no replica answered, with ConfigError when a replica that has
@@ -117,7 +121,7 @@ class ScoringClient:
         """
         if isinstance(request, ScoreRequest) and request.vocabulary is None and self._vocabulary is not None:
             request = replace(request, vocabulary=self._vocabulary)
-        pending = PendingRequest(next(self._ids), request, Future(), time.monotonic())
+        pending = PendingRequest(next(self._ids), request, Future(), time.monotonic(), order)
         self._dispatcher.submit(pending)
         return pending.future
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import Counter, deque
@@ -74,7 +75,7 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self._inbox: deque[PendingRequest] = deque()
         self._pending: dict[int, PendingRequest] = {}
-        self._waiting: deque[PendingRequest] = deque()
+        self._waiting: list[PendingRequest] = []  # a heap
         self._progress = time.monotonic()
         self._end: Exception | None = None
         self._lock, self._wakeup, self._closing = threading.Lock(), Wakeup(), threading.Event()
@@ -134,7 +135,7 @@ class Dispatcher:
         while self._inbox:
             pending = self._inbox.popleft()
             self._pending[pending.id] = pending
-            self._waiting.append(pending)
+            heapq.heappush(self._waiting, pending)
         # All that has arrived comes first: this thread may have been kept from running for longer than any deadline.
         for replica in self.replicas:
             self._receive(replica)
@@ -224,7 +225,7 @@ class Dispatcher:
             self.counts["busy"] += 1
             replica.busy_until = time.monotonic() + BUSY_S
             pending.attempts -= 1
-            self._waiting.appendleft(pending)
+            heapq.heappush(self._waiting, pending)
         elif replica.outstanding.pop(body.id, None) is not None and pending is not None:
             self._try_again(pending, f"{body.code}: {body.message}")
         replica.abandoned.discard(body.id)
@@ -232,17 +233,17 @@ class Dispatcher:
     def _finish(self, pending: PendingRequest) -> None:
         """Forget a request that has ended, wherever it is."""
         del self._pending[pending.id]
-        for replica in self.replicas:
-            replica.outstanding.pop(pending.id, None)
-        if pending in self._waiting:  # answered late, before it was sent again
+        with_replicas = [replica.outstanding.pop(pending.id, None) for replica in self.replicas]
+        if not any(with_replicas) and pending in self._waiting:  # answered late, before it was sent again
             self._waiting.remove(pending)
+            heapq.heapify(self._waiting)
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """Put a replica out; its requests go to the others at once."""
         requests = list(replica.outstanding.values())
         self.counts["lost"] += replica.welcome is not None
         replica.reset(time.monotonic())
-        for pending in reversed(requests):
+        for pending in requests:
             self._try_again(pending, reason)
 
     def _expire(self, replica: Replica, now: float) -> None:
@@ -256,7 +257,7 @@ class Dispatcher:
         pending.history.append(f"{pending.replica.address} {reason} ({time.monotonic() - pending.sent:.1f} s)")
         if pending.attempts < self._retry_policy.max_attempts:
             self.counts["retried"] += 1
-            self._waiting.appendleft(pending)
+            heapq.heappush(self._waiting, pending)
         else:
             self._fail(pending, f"{pending.attempts} attempts ({self._retry_policy.section}.max_attempts)")
 
@@ -289,7 +290,7 @@ class Dispatcher:
         kept: list[PendingRequest] = []
         chosen: dict[Replica, list[tuple[PendingRequest, bytes]]] = {}
         while self._waiting and any(replica.has_room for replica in self.replicas):
-            pending = self._waiting.popleft()
+            pending = heapq.heappop(self._waiting)
             if (replica := self._replica_for(pending)) is None:
                 kept.append(pending)
             elif (frame := self._frame_for(pending, replica)) is not None:
@@ -297,7 +298,8 @@ class Dispatcher:
                 chosen.setdefault(replica, []).append((pending, frame))
         for replica, requests in chosen.items():
             kept += self._send(replica, requests, now)
-        self._waiting.extendleft(reversed(kept))
+        for pending in kept:
+            heapq.heappush(self._waiting, pending)
 
     def _replica_for(self, pending: PendingRequest) -> Replica | None:
         """Return the least busy replica, another than the last time if there is one; None where none has room."""

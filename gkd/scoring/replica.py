@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from gkd.config.groups import OVERBOOKED
 from gkd.inference.requests import Limits, Request
 from gkd.scoring import wire
 from gkd.scoring.address import Key, secure_client
@@ -19,24 +20,28 @@ MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
 BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
 SEND_HWM = 4_096
-# All clients together have so many times its capacity out at one server: enough that it never waits for them, and few
-# enough that the last request is reached in time. All others wait at the clients, where their time does not run.
-OVERBOOKED = 2
 
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """A request under way. ``deadline`` and ``replica`` are of its latest attempt, ``history`` of earlier ones."""
+    """A request under way. ``deadline`` and ``replica`` are of its latest attempt, ``history`` of earlier ones.
+
+    Of several that wait the least goes first: that of the lower ``order``, and of these the earlier one.
+    """
 
     id: int
     request: Request
     future: Future[Any]
     submitted: float
+    order: tuple[float, int] = (0, 0)
     attempts: int = 0
     sent: float = 0.0
     deadline: float = 0.0
     replica: Replica | None = None
     history: list[str] = field(default_factory=list)
+
+    def __lt__(self, other: PendingRequest) -> bool:
+        return (self.order, self.id) < (other.order, other.id)
 
 
 class Replica:

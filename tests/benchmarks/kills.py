@@ -121,18 +121,24 @@ def samples_again_s(kills: Sequence[Kill], timeline: Path) -> list[float]:
 def late_scores_s(kills: Sequence[Kill], output: Path, staleness: int) -> list[float]:
     """Seconds from a batch's last sample to its last score, of the batches that a replica's death may concern.
 
-    Without deaths that left no other replica.
+    Without deaths that left no other replica, or after which another one did before those batches were scored.
     """
     found, metrics = [], rows(output / "metrics.jsonl")
     deaths = [event for event in rows(output / "events.jsonl") if event["kind"] == "death"]
-    for kill in (kill for kill in kills if kill.group == "teacher"):
-        its = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
-        death = next((death for death in its if death["time"] > kill.time), None)
-        if death is None or " go on" not in death["text"]:
+    alone = [kill.step for kill in kills if kill.group == "teacher" and not _left_another(kill, deaths)]
+    for kill in (kill for kill in kills if kill.group == "teacher" and _left_another(kill, deaths)):
+        if any(kill.step <= step <= kill.step + 3 + staleness for step in alone):
             continue
         concerned = range(kill.step + 1, kill.step + 4 + staleness)
         found.append(max((row.get("timing_s/score", 0.0) for row in metrics if row["step"] in concerned), default=0.0))
     return found
+
+
+def _left_another(kill: Kill, deaths: Sequence[dict[str, Any]]) -> bool:
+    """Say whether another replica was there when this one was killed."""
+    its = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
+    death = next((death for death in its if death["time"] > kill.time), None)
+    return death is not None and " go on" in death["text"]
 
 
 def victims(run: subprocess.Popen[bytes], output: Path, groups: list[str]) -> dict[tuple[str, int], int]:

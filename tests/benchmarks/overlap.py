@@ -118,23 +118,23 @@ class SleepingEngine(InferenceEngine[SampleRequest, Sample]):
 
 
 class SleepingScorer:
-    """Has each sample scored after its time, one after the other."""
+    """Has each sample scored after its time, one after the other, of those that wait the one of the lowest order."""
 
     def __init__(self) -> None:
         self.second_a_token, self.free = 0.0, 0.0
-        self.queue: queue.Queue[tuple[float, Future[Any]]] = queue.Queue()
+        self.queue: queue.PriorityQueue[tuple[tuple[float, int], float, float, Future[Any]]] = queue.PriorityQueue()
         threading.Thread(target=self.score, daemon=True).start()
 
-    def submit(self, score: ScoreRequest) -> Future[Any]:
-        self.free = max(self.free, time.monotonic()) + len(score.token_ids) * self.second_a_token
+    def submit(self, score: ScoreRequest, order: tuple[float, int]) -> Future[Any]:
         scored = Future[Any]()
-        self.queue.put((self.free, scored))
+        self.queue.put((order, time.monotonic(), len(score.token_ids) * self.second_a_token, scored))
         return scored
 
     def score(self) -> None:
         while True:
-            at, scored = self.queue.get()
-            time.sleep(max(0.0, at - time.monotonic()))
+            _, submitted, seconds, scored = self.queue.get()
+            self.free = max(self.free, submitted) + seconds
+            time.sleep(max(0.0, self.free - time.monotonic()))
             scored.set_result(None)
 
 

@@ -90,6 +90,37 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
         client.submit(a_score(1)).result(10)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_requests_of_a_lower_order_are_sent_first(serve: Serve, connect: Connect, dies: bool) -> None:
+    """Whatever waits at the client while the server has enough, that included which comes back from one that died."""
+    running = serve(TableEngine(delay_s=60.0, capacity=1))
+    client = connect(running.server.address, request_timeout_s=30.0)
+    client.connect(30)
+    orders = [(1.0, 0), (1.0, 1)]
+    answered: list[tuple[float, int]] = []
+    futures = []
+
+    def submit(order: tuple[float, int]) -> None:
+        futures.append(client.submit(a_score(len(futures)), order))
+        futures[-1].add_done_callback(lambda _: answered.append(order))
+
+    for order in orders:
+        submit(order)
+    replica = client._dispatcher.replicas[0]
+    assert eventually(lambda: len(replica.outstanding) == 2)
+    orders += [(3.0, 7), (2.0, 9), (3.0, 2), (0.5, 8), (2.0, 4)]
+    for order in orders[2:]:
+        submit(order)
+    if dies:
+        running.end()
+        serve(TableEngine(capacity=1), port=int(running.server.address.rsplit(":", 1)[1]))
+    else:
+        running.engine.hurry.set()
+    assert all_right(futures, 25.0)
+    n_served = 1 if dies else 2  # the one that it was at, and what it was sent besides
+    assert answered[n_served:] == sorted({*orders} - {*orders[:n_served]})
+
+
 def test_requests_follow_a_server_to_another_address(serve: Serve, connect: Connect) -> None:
     """Those under way, those that come meanwhile, and those after it has moved once more."""
     servers = [serve(TableEngine(delay_s=10.0)), serve(), serve()]

@@ -62,8 +62,10 @@ class _Simulation:
         self.groups = {name: GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
         self.driver = GroupClock("driver", 1)
         self.engines = [EngineClock() for _ in range(run.sampling.n_engines)]
-        # In the order in which they come, those that come at the same time in that of the batch.
-        self.queues: dict[str, list[tuple[float, int, int, SimulatedSample]]] = {name: [] for name in run.scoring}
+        # What is to be sent to scorers, by step and place; what they were sent and have not begun; with what they have.
+        self.unsent: dict[str, list[tuple[int, int, SimulatedSample]]] = {name: [] for name in run.scoring}
+        self.queues: dict[str, deque[SimulatedSample]] = {name: deque() for name in run.scoring}
+        self.held = dict.fromkeys(run.scoring, 0)
         self.schedule = TicketSchedule(run.n_prompts, run.max_staleness, ENDLESS, lambda n: [0] * n)
         self.waiting: deque[SimulatedSample] = deque()
         self.homes: dict[tuple[int, int], int] = {}
@@ -233,16 +235,19 @@ class _Simulation:
 
     def _begin_scoring(self, sample: SimulatedSample) -> None:
         for name in self.run.scoring:
-            heapq.heappush(self.queues[name], (self.time, sample.step, sample.place, sample))
+            heapq.heappush(self.unsent[name], (sample.step, sample.place, sample))
             self._score(name)
         if not self.run.scoring:
             self._finish(sample)
 
     def _score(self, name: str) -> None:
-        group, scoring = self.groups[name], self.run.scoring[name]
-        while self.queues[name] and group.busy < scoring.n_servers:
-            n = min(scoring.a_pass, -(-len(self.queues[name]) // (scoring.n_servers - group.busy)))
-            samples = [heapq.heappop(self.queues[name])[-1] for _ in range(n)]
+        group, scoring, queue = self.groups[name], self.run.scoring[name], self.queues[name]
+        while self.unsent[name] and self.held[name] < scoring.n_servers * max(scoring.held, scoring.a_pass):
+            queue.append(heapq.heappop(self.unsent[name])[-1])
+            self.held[name] += 1
+        while queue and group.busy < scoring.n_servers:
+            n = min(scoring.a_pass, -(-len(queue) // (scoring.n_servers - group.busy)))
+            samples = [queue.popleft() for _ in range(n)]
             group.busy += 1
             tokens = sum(self.run.prompt + sample.length for sample in samples) / self.run.mean_tokens
             self._run_after(
@@ -251,6 +256,7 @@ class _Simulation:
 
     def _end_scoring(self, name: str, samples: Sequence[SimulatedSample]) -> None:
         self.groups[name].busy -= 1
+        self.held[name] -= len(samples)
         self._score(name)
         for sample in samples:
             sample.unscored -= 1

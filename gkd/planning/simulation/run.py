@@ -29,12 +29,15 @@ class SamplingGroup:
 class ScoringGroup:
     """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens.
 
-    A server takes its share of what waits, ``a_pass`` samples at most, and is done with all of them together.
+    A server takes its share of what it was sent, ``a_pass`` samples at most, and is done with all of them together. Of
+    what is to be scored the first to be trained is sent first, once a server has less than ``held`` samples, those
+    included that it works on; what it was sent it takes as it came.
     """
 
     n_servers: int
     seconds: float
     a_pass: int = 1
+    held: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from gkd.config import RewardModel, Scorer
+from gkd.config.groups import OVERBOOKED
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
 from gkd.planning.memory.pools import concurrent_sequences, slots_of
@@ -135,9 +136,13 @@ def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, Scori
             n_tokens = 0
         else:
             continue
+        held = OVERBOOKED * engine.max_num_seqs
         simulated, each = scale.servers(n_servers)
         scoring[section] = ScoringGroup(
-            simulated, seconds * each * factors.score, max(1, int(n_tokens / layout.workload().length / each))
+            simulated,
+            seconds * each * factors.score,
+            max(1, int(n_tokens / layout.workload().length / each)),
+            max(1, round(held / each)),
         )
     return scoring
 

@@ -53,6 +53,17 @@ def test_streaming_leaves_the_last_chunks_and_the_optimizer_step() -> None:
     assert simulate(STREAMED).seconds == pytest.approx(20 + 3 + 3 + 2 + 0.5 + 0.25)
 
 
+def test_the_sample_that_is_trained_first_is_scored_first() -> None:
+    """By hand: they come after 10 s in about the order 3, 2, 1, 0, and a scorer takes the first to come.
+
+    Where it holds one sample it takes 0, 1 and 2 then, of which each begins as the one before it is scored, and the
+    last two learn after 10 + 4 * 3 s. Where it holds them all 0 is scored last, and all four learn after that.
+    """
+    run = replace(STREAMED, sampling=SamplingGroup(1, 4, 4, lambda n: 1.0), lengths=lambda _: [10.03, 10.02, 10.01, 10])
+    seconds = [simulate(replace(run, scoring={"teacher": ScoringGroup(1, 3.0, held=n)})).seconds for n in (1, 4)]
+    assert seconds == pytest.approx([22 + 3 + 0.75, 22 + 4 + 0.75], abs=0.05)
+
+
 def test_a_static_batch_ends_as_a_whole_before_the_next_begins() -> None:
     """By hand: the first pair takes the 20 s of its longer sample, the second one 10."""
     static = replace(RUN, lengths=lambda step: [5.0, 20.0, 10.0, 10.0], mean_tokens=45 / 4)
@@ -205,10 +216,10 @@ def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
     assert whole.seconds == pytest.approx(whole.scored + actor)
     assert actor <= streamed.seconds <= actor + streamed.generate < whole.seconds
     assert ahead.seconds == pytest.approx(actor, rel=0.001)
-    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [7440, 6691, 6399]
+    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [7439, 6572, 6399]
     larger = "actor.max_tokens_per_micro_batch=11264"
     layouts = layout_of(*EXAMPLE, larger, "schedule.streaming=false"), layout_of(*EXAMPLE, larger)
-    assert [round(simulate_layout(layout, 0).seconds) for layout in layouts] == [5695, 4959]
+    assert [round(simulate_layout(layout, 0).seconds) for layout in layouts] == [5694, 4839]
     (memory,) = (group for group in all_memory(layouts[1]) if group.group == "actor")
     assert memory.fits and round(memory.total / 1e9, 1) == 82.6
     fastest = best_splits(layout_of(*EXAMPLE), 8)[0]
