@@ -40,7 +40,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
-from gkd.planning.advice.advise import offload_needed, planned_sampler, require_memory
+from gkd.planning.advice.advise import offload_needed, planned_sampler, require_memory, settings_with_offload
 from gkd.planning.advice.splits import faster_split
 from gkd.planning.layout import models_of, with_settings
 from gkd.version import __version__
@@ -275,7 +275,15 @@ def _with_offload(config: Config, placement: Placement) -> Config:
         log.info(
             "each rollout engine's cache takes %d GiB, twice what it can fill (rollout.kv_cache_gb=null)", cache_gb
         )
-    config = with_settings(config, {"cluster.offload": offload, **sampler})
+    requested = config.schedule.max_staleness
+    config = with_settings(config, settings_with_offload(config, offload) | sampler)
+    if config.schedule.max_staleness != requested:
+        log.warning(
+            "schedule.max_staleness=%d is 0 here: the GPUs that actor and engines share do not hold both, so nothing "
+            "is sampled while the actor learns; GPUs of their own (rollout.colocate_with=null), or less memory "
+            "(gkd plan), would change that",
+            requested,
+        )
     try:
         require_schedule(config)
     except ValueError as error:

@@ -294,6 +294,17 @@ def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[s
     return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
 
 
+def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
+    """Return cluster.offload as it was decided, and the settings of the schedule that go with it.
+
+    What is offloaded while engines sample cannot learn meanwhile: where memory decided so nothing is sampled ahead.
+    """
+    settings: dict[str, Any] = {"cluster.offload": offload}
+    if offload and config.cluster.offload == "auto":
+        settings |= {"schedule.max_staleness": 0, "schedule.in_flight": False}
+    return settings
+
+
 def planned_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
     """Return settings of sampling engines that are planned where they are null; arguments of :func:`require_memory`."""
     layouts, rollout = _layouts(config, models, gpu_bytes_by_group), config.rollout

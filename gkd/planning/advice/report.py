@@ -59,7 +59,8 @@ class PlanReport:
         if needs_offload(self.layout):
             engines = ", ".join(config.groups_on_actor_gpus())
             notes.append(
-                f"actor and {engines} are offloaded in turn (cluster.offload), and the time of that is not counted"
+                f"actor and {engines} are offloaded in turn (cluster.offload), and the time of that is not counted; "
+                f"so nothing is sampled ahead ({MAX_STALENESS}=0)"
             )
         if plan.nodes is not None and self.layout.nodes is None:
             notes.append(f"plan.nodes={plan.nodes} has no room for these groups; advice is for as many as it takes")
@@ -113,7 +114,8 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
     memory = all_memory(layout)
     advice = {group.group: advise(layout, group.group) for group in memory}
     scale = factors or Factors()
-    steps = [simulate_layout(layout, staleness, scale) for staleness in STALENESS]
+    ahead = STALENESS[:1] if needs_offload(layout) else STALENESS
+    steps = [simulate_layout(layout, staleness, scale) for staleness in ahead]
     stages = replace(scale.apply(stages_of(layout)), generate=steps[0].generate)
     return PlanReport(
         layout=layout,

@@ -11,10 +11,11 @@ from gkd.cluster.layout.nodes import Node, group_requests, idle_nodes, solve
 from gkd.cluster.session import connect as session
 from gkd.cluster.session.connect import _plan_private
 from gkd.config import Config
+from gkd.config.checks import require_schedule
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.advice.advise import offload_needed
-from gkd.planning.layout import models_of
+from gkd.planning.advice.advise import offload_needed, settings_with_offload
+from gkd.planning.layout import models_of, with_settings
 
 DISTIL = "+recipe=on_policy_distill"
 JUDGED = [
@@ -111,3 +112,16 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
     assert config.cluster.offload == "auto"
     card = dict.fromkeys(("actor", "rollout", "teacher"), 40e9 if size else 24e9)
     assert offload_needed(config, models_of(config), card) == turns
+
+
+def test_where_they_take_turns_nothing_is_sampled_ahead() -> None:
+    """Also where that was requested, of a layout that memory was not known of."""
+    schedule = ["schedule.max_staleness=2", "schedule.in_flight=true"]
+    config = share_gpus(compose([DISTIL, *schedule]), idle_nodes([1]))
+    for offload, max_staleness in ((False, 2), (True, 0)):
+        decided = with_settings(config, settings_with_offload(config, offload))
+        require_schedule(decided)
+        assert (decided.cluster.offload, decided.schedule.max_staleness) == (offload, max_staleness)
+        assert decided.schedule.in_flight is not offload
+    with pytest.raises(ConfigError, match=r"schedule\.max_staleness=2"):  # where both are requested
+        compose([DISTIL, "placement=single_gpu", *schedule, "cluster.offload=true"])
