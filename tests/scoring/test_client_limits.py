@@ -109,7 +109,7 @@ def test_a_descriptor_that_is_something_elses_by_now_is_left_alone() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs, socket.create_connection(other.getsockname()) as outside, other.accept()[0] as elsewhere:
             for not_ours in (ours, outside, elsewhere):
-                with pytest.raises(OSError, match="no connection to port"):
+                with pytest.raises(OSError, match=str(port)):
                     Connection(not_ours.fileno(), port)
             ours.send(b"!")
             assert theirs.recv(1) == b"!"
