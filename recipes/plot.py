@@ -16,8 +16,8 @@ WINDOW = 10  # steps of the running mean
 def read(run: Path, metric: str) -> tuple[list[int], list[float]]:
     """Return the steps at which a run measured ``metric``, and the values."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [(row["step"], row[metric]) for row in rows if metric in row]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], row[metric]) for row in rows if metric in row]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def draw(out: Path, metrics: list[str], runs: dict[str, Path]) -> None:

@@ -29,16 +29,16 @@ ROW = '{"question": "1 2 =", "answer": "1 2"}\n'
 def entries() -> dict[str, str]:
     """Read the file: lines by command."""
     lines = [line for line in FILE.read_text().splitlines() if line and not line.startswith("#")]
-    found: dict[str, str] = {}
+    by_command: dict[str, str] = {}
     for line in lines:
         if line.startswith("$ "):
             command = line[2:]
-            assert command not in found, f"{FILE.name} has {command} twice"
-            found[command] = ""
+            assert command not in by_command, f"{FILE.name} has {command} twice"
+            by_command[command] = ""
         else:
-            assert not found[command], f"{FILE.name} has two lines for {command}"
-            found[command] = line
-    return found
+            assert not by_command[command], f"{FILE.name} has two lines for {command}"
+            by_command[command] = line
+    return by_command
 
 
 def overrides(command: str) -> list[str]:

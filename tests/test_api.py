@@ -35,8 +35,8 @@ def test_functions_keep_their_names_beside_programs_of_the_same_name() -> None:
 def test_every_text_arrives_as_it_is(text: str) -> None:
     if "${" in text:
         return  # an interpolation, here as there
-    given = {"recipe": "grpo", "reward": {"functions": ["format"], "format": {"pattern": "x"}}, "data.prompt_key": text}
-    assert compose(overrides_of(given)).data.prompt_key == text
+    tree = {"recipe": "grpo", "reward": {"functions": ["format"], "format": {"pattern": "x"}}, "data.prompt_key": text}
+    assert compose(overrides_of(tree)).data.prompt_key == text
 
 
 def test_values_of_all_kinds() -> None:

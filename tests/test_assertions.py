@@ -84,26 +84,26 @@ def expected(tree: ast.AST) -> Iterator[ast.AST]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        told = held(function, by_functions, TOLD)
+        text_names = held(function, by_functions, TOLD)
         for node in ast.walk(function):
-            found: list[ast.AST] = []
+            expressions: list[ast.AST] = []
             if isinstance(node, ast.Call):
-                found = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
-                found += node.args[1:] if ast.unparse(node.func) == "contains_in_order" else []
+                expressions = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+                expressions += node.args[1:] if ast.unparse(node.func) == "contains_in_order" else []
                 if isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
-                    found += node.args if mentions(node.func.value, told, TOLD) else []
+                    expressions += node.args if mentions(node.func.value, text_names, TOLD) else []
             elif isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
-                found = sides if any(mentions(side, told, TOLD) for side in sides) else []
-            for value in (literal for one in found for literal in literals(one)):
+                expressions = sides if any(mentions(side, text_names, TOLD) for side in sides) else []
+            for value in (literal for one in expressions for literal in literals(one)):
                 yield from parametrized(function, value.id) if isinstance(value, ast.Name) else [value]
 
 
 def sentences(file: Path) -> Iterator[str]:
     """Yield the sentences that the tests of a file expect, and where."""
     for node in expected(ast.parse(file.read_text(encoding="utf-8"))):
-        if found := SENTENCE.search(text_of(node)):
-            yield f"{file.relative_to(HERE)}:{node.lineno}: {found[0]}"  # type: ignore[attr-defined]
+        if match := SENTENCE.search(text_of(node)):
+            yield f"{file.relative_to(HERE)}:{node.lineno}: {match[0]}"  # type: ignore[attr-defined]
 
 
 SEEN = """
@@ -128,8 +128,8 @@ def test():
 
 
 def test_whatever_an_error_is_compared_with_is_seen() -> None:
-    found = {text_of(node).split()[0] for node in expected(ast.parse(SEEN)) if SENTENCE.search(text_of(node))}
-    assert found == {"one", "two", "three", "four", "five", "six", "seven", "No", "eight", "nine"}
+    words = {text_of(node).split()[0] for node in expected(ast.parse(SEEN)) if SENTENCE.search(text_of(node))}
+    assert words == {"one", "two", "three", "four", "five", "six", "seven", "No", "eight", "nine"}
 
 
 def test_errors_are_known_by_type_and_setting() -> None:

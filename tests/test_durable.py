@@ -21,20 +21,20 @@ class Crash(BaseException):
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """What is flushed and renamed, with names, in order."""
-    found: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     fsync, rename = os.fsync, Path.replace
 
     def flushed(descriptor: int) -> None:
-        found.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        calls.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
         fsync(descriptor)
 
     def renamed(self: Path, target: Path) -> Path:
-        found.append(("rename", str(target)))
+        calls.append(("rename", str(target)))
         return rename(self, target)
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", renamed)
-    yield found
+    yield calls
 
 
 def test_content_is_on_the_disk_before_its_name_and_its_name_before_the_return(
@@ -116,7 +116,7 @@ def test_what_cannot_be_flushed_is_an_error_that_names_it(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "no space left on device: /there"),
         (OSError(errno.ENOSPC, "No space left on device", "/named"), "no space left on device: /named"),
@@ -124,8 +124,8 @@ def test_what_cannot_be_flushed_is_an_error_that_names_it(tmp_path: Path, monkey
         (ValueError("Strange\n thing"), "strange thing: /there"),
     ],
 )
-def test_a_reason_is_one_line_with_the_file(error: Exception, said: str) -> None:
-    assert reason(error, Path("/there")) == said
+def test_a_reason_is_one_line_with_the_file(error: Exception, expected: str) -> None:
+    assert reason(error, Path("/there")) == expected
 
 
 def test_a_sum_is_of_all_bytes(tmp_path: Path) -> None:

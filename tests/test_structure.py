@@ -185,16 +185,16 @@ def test_nobody_asks_for_an_entry_by_its_name() -> None:
     losses = (DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS)
     registries = (*engines, *losses, TRANSFERS, REWARDS, TRACKERS, TASKS, STRATEGIES)
     names = {name for registry in registries for name in registry.entries} - {"auto"}
-    asked = []
+    places = []
     for file, node in definitions(ast.Compare):
         if "sys.modules" in ast.unparse(node):  # a library of that name
             continue
         sides = [side for one in (node.left, *node.comparators) for side in getattr(one, "elts", [one])]
         others = " ".join(ast.unparse(side) for side in sides if not isinstance(side, ast.Constant))
-        found = names & {side.value for side in sides if isinstance(side, ast.Constant)}
-        if found := {name for name in found if not re.search(OTHER_MEANINGS.get(name, r"(?!)"), others)}:
-            asked.append(f"{file}:{node.lineno}: {found}")
-    assert asked == []
+        entries = names & {side.value for side in sides if isinstance(side, ast.Constant)}
+        if entries := {name for name in entries if not re.search(OTHER_MEANINGS.get(name, r"(?!)"), others)}:
+            places.append(f"{file}:{node.lineno}: {entries}")
+    assert places == []
 
 
 Worker = tuple[type, dict[str, type]]

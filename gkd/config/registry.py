@@ -102,8 +102,8 @@ def shorten_name(name: str) -> str:
 
 
 def _load_own(setting: str, name: str) -> Any:
-    given, (module, _, attribute) = file_of(name), name.rpartition(":")
-    file = None if given is None else _local_copy(given)
+    path, (module, _, attribute) = file_of(name), name.rpartition(":")
+    file = None if path is None else _local_copy(path)
     if file is not None and not file.is_file():
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
     try:

@@ -125,9 +125,9 @@ class EngineReplies:
                 await self._wake.wait()
                 came = time.monotonic()
                 continue
-            taken = self.rollout.take(WAIT_S)
-            self._hand_back(taken)
-            if taken:
+            samples = self.rollout.take(WAIT_S)
+            self._hand_back(samples)
+            if samples:
                 came = time.monotonic()
             elif time.monotonic() - came > self.timeout_s:
                 raise RunFailed(
@@ -135,8 +135,8 @@ class EngineReplies:
                     "(rollout.timeout_s)"
                 )
 
-    def _hand_back(self, taken: Sequence[TrainingSample]) -> None:
-        for training, scored in zip(taken, self.rollout.fetch(taken), strict=True):
+    def _hand_back(self, samples: Sequence[TrainingSample]) -> None:
+        for training, scored in zip(samples, self.rollout.fetch(samples), strict=True):
             future = self._futures.pop(training.key)
             if not future.done():
                 future.set_result(scored.sample)

@@ -165,7 +165,7 @@ def train(model: Any, size: Size, texts: list[np.ndarray], args: argparse.Namesp
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=size.steps + 1, pct_start=0.1)
-    stream, began, said = batches(texts, args.batch_size, args.seed), time.monotonic(), 0.0
+    stream, began, last_print = batches(texts, args.batch_size, args.seed), time.monotonic(), 0.0
     for step in range(1, size.steps + 1):
         loss = mean_loss(model, next(stream))
         optimizer.zero_grad()
@@ -174,8 +174,8 @@ def train(model: Any, size: Size, texts: list[np.ndarray], args: argparse.Namesp
         optimizer.step()
         scheduler.step()
         now = time.monotonic()
-        if now - said > SAID_EVERY_S or step == size.steps:
-            said = now
+        if now - last_print > SAID_EVERY_S or step == size.steps:
+            last_print = now
             left = (now - began) / step * (size.steps - step)
             print(f"{size.name}: step {step} of {size.steps}, loss {loss.item():.3f}, {left:.0f} s left", flush=True)
 
@@ -229,8 +229,10 @@ def prepare(args: argparse.Namespace) -> None:
         model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
         model.save_pretrained(out / size.name)
         tokenizer.save_pretrained(out / size.name)
-        told = f"{held_out_loss(model, held_out_texts):.3f} nats a token on held-out text" if held_out_texts else "done"
-        print(f"{size.name}: {model.num_parameters():,} parameters, {told}, kept in {out / size.name}", flush=True)
+        result = (
+            f"{held_out_loss(model, held_out_texts):.3f} nats a token on held-out text" if held_out_texts else "done"
+        )
+        print(f"{size.name}: {model.num_parameters():,} parameters, {result}, kept in {out / size.name}", flush=True)
 
 
 def main() -> None:

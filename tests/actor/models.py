@@ -63,7 +63,7 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
 def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[ScoredSample]:
     """Samples of different lengths (the responses' from one of ``lengths`` to below the other), k targets a token."""
     rng = np.random.default_rng(seed)
-    found = []
+    samples = []
     for i in range(n):
         p, r = int(rng.integers(1, 9)), int(rng.integers(*lengths))
         logits = rng.normal(size=(r, VOCAB)).astype(np.float32)
@@ -81,8 +81,8 @@ def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1,
         prompt = Prompt(i, rng.integers(2, VOCAB, p).astype(np.int32), "")
         sampler = -rng.random(r).astype(np.float32)
         request = SampleRequest(prompt, 0, i, Sampling(12))
-        found.append(ScoredSample(Sample.single_turn(request, response, sampler, 0, "stop"), target))
-    return found
+        samples.append(ScoredSample(Sample.single_turn(request, response, sampler, 0, "stop"), target))
+    return samples
 
 
 def on_driver(ref: object, slot: int, scored: ScoredSample, advantage: float = 0.0) -> TrainingSample:

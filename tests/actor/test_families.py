@@ -40,11 +40,11 @@ def student_of(family: str, path: Path, lora: Lora | None = None) -> tuple[Stude
 def samples() -> list[ScoredSample]:
     """Of different lengths, prompt and response."""
     rng = np.random.default_rng(0)
-    found = []
+    scored = []
     for request in requests(Sampling(12), n=5):
         ids = rng.integers(3, N_TOKENS, rng.integers(1, 12)).astype(np.int32)
-        found.append(ScoredSample(Sample.single_turn(request, ids, np.zeros(len(ids), np.float32), 0, "stop")))
-    return found
+        scored.append(ScoredSample(Sample.single_turn(request, ids, np.zeros(len(ids), np.float32), 0, "stop")))
+    return scored
 
 
 @torch.no_grad()
@@ -61,11 +61,11 @@ def test_the_students_logprobs_and_files_are_those_of_transformers(family: str, 
     student, model = student_of(family, tmp_path)
     assert student.is_packed == (family not in PADDED)
     assert student.training
-    found = samples()
-    micro = collate(found, None, [1.0] * 5, [0.0] * 5)
+    batch = samples()
+    micro = collate(batch, None, [1.0] * 5, [0.0] * 5)
     with torch.no_grad():
         own = student(micro, lambda hidden, head: head(hidden).log_softmax(-1))
-    torch.testing.assert_close(own, torch.cat([logprobs(model, scored) for scored in found]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(own, torch.cat([logprobs(model, scored) for scored in batch]), rtol=0, atol=1e-4)
     files, sent = load_file(tmp_path / "model.safetensors"), dict(student.file_tensors(torch.float32))
     assert sent.keys() == files.keys()
     assert all(torch.equal(sent[name], value) for name, value in files.items())
@@ -107,10 +107,10 @@ def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: py
     """Where tensors one at a time give something else than all at once, a layer's go together."""
 
     def joined(_: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(state)
+        merged = dict(state)
         for layer in {name.rpartition(".")[0] for name in state if name.endswith((".q", ".k"))}:
-            found[f"{layer}.qk"] = torch.cat([found.pop(f"{layer}.q"), found.pop(f"{layer}.k")])
-        return found
+            merged[f"{layer}.qk"] = torch.cat([merged.pop(f"{layer}.q"), merged.pop(f"{layer}.k")])
+        return merged
 
     monkeypatch.setattr("gkd.weights.file_names.revert_weight_conversion", joined)
     names = ["embed", "layers.0.q", "layers.0.k", "layers.0.o", "layers.1.q", "layers.1.k", "layers.1.o"]
@@ -123,13 +123,13 @@ def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: py
             read.append(name)
             yield name, tensors[name]
 
-    found = {}
+    converted = {}
     for name, tensor in files.convert(reading()):
-        found[name] = tensor
+        converted[name] = tensor
         if name == "layers.0.qk":
             assert read == names[:4]
-    assert found.keys() == {"embed", "layers.0.qk", "layers.0.o", "layers.1.qk", "layers.1.o"}
-    assert torch.equal(found["layers.1.qk"], torch.tensor([4.0, 4.0, 5.0, 5.0]))
+    assert converted.keys() == {"embed", "layers.0.qk", "layers.0.o", "layers.1.qk", "layers.1.o"}
+    assert torch.equal(converted["layers.1.qk"], torch.tensor([4.0, 4.0, 5.0, 5.0]))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "falcon_h1", "mamba"])

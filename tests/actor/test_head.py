@@ -37,7 +37,7 @@ def test_gradients_are_those_of_the_whole_model_under_autograd(family: str, lora
     micro = collate(scored, models.VOCAB, [0.3, 0.5, 0.2], [1.0, -1.0, 0.5])
     algorithm = Algorithm.model_validate({"name": "on_policy_distill", "loss": {"name": "jsd"}, "reward_weight": 0.3})
     total, _ = student(micro, objective(micro, algorithm, Rollout(n=2), chunk=4))
-    found = torch.autograd.grad(total, list(trained.values()))
+    gradients = torch.autograd.grad(total, list(trained.values()))
     student.lm.set_attn_implementation("eager")
     expected = torch.zeros(())
     for sample, weight, advantage in zip(scored, (0.3, 0.5, 0.2), (1.0, -1.0, 0.5), strict=True):
@@ -51,6 +51,6 @@ def test_gradients_are_those_of_the_whole_model_under_autograd(family: str, lora
         policy = -advantage * log_q.gather(-1, ids[-n:, None]).sum()
         expected = expected + weight * (jsd + 0.3 * policy)
     for name, gradient, whole in zip(
-        trained, found, torch.autograd.grad(expected, list(trained.values())), strict=True
+        trained, gradients, torch.autograd.grad(expected, list(trained.values())), strict=True
     ):
         torch.testing.assert_close(gradient, whole, rtol=1e-3, atol=2e-5, msg=name)

@@ -64,10 +64,10 @@ def test_what_leaves_the_actor_is_the_model_with_its_adapter(family: str, tmp_pa
     base(family).save_pretrained(tmp_path)
     student, plain = trained(tmp_path), base(family)
     expected = plain.state_dict()
-    found = dict(student.full_tensors(torch.float32))
-    assert found.keys() <= expected.keys()
-    assert {k for k in expected if k not in found} <= {"lm_head.weight"}  # tied
-    plain.load_state_dict(found, strict=False)
+    tensors = dict(student.full_tensors(torch.float32))
+    assert tensors.keys() <= expected.keys()
+    assert {k for k in expected if k not in tensors} <= {"lm_head.weight"}  # tied
+    plain.load_state_dict(tensors, strict=False)
     plain.tie_weights()
     with_adapter = logits(student)
     torch.testing.assert_close(logits(plain), with_adapter, rtol=1e-4, atol=1e-5)
@@ -83,15 +83,15 @@ def test_four_bit_weights_leave_the_actor_as_what_they_stand_for(tmp_path: Path)
     packed = find_quantized_layers(student)
     assert len(packed) == 14  # adapted or not, all but the head
     assert all(layer.weight.dtype == torch.uint8 for layer in packed.values())
-    found = dict(student.full_tensors(torch.float32))
+    tensors = dict(student.full_tensors(torch.float32))
     expected = {name: value.clone() for name, value in plain.state_dict().items()}
-    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items() if k in found}
-    assert expected.keys() - found.keys() <= {"lm_head.weight"}
-    plain.load_state_dict(found, strict=False)
+    assert {k: v.shape for k, v in tensors.items()} == {k: v.shape for k, v in expected.items() if k in tensors}
+    assert expected.keys() - tensors.keys() <= {"lm_head.weight"}
+    plain.load_state_dict(tensors, strict=False)
     plain.tie_weights()
     torch.testing.assert_close(logits(plain), logits(student), rtol=1e-4, atol=1e-4)
     gate = "model.layers.0.mlp.gate_proj.weight"
-    apart = (found[gate] - expected[gate]).abs().mean() / expected[gate].abs().mean()
+    apart = (tensors[gate] - expected[gate]).abs().mean() / expected[gate].abs().mean()
     assert 0.01 < apart < 0.2  # it was rounded, and to what is near
     micro = micro_batch(models.scored(3))
     student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()

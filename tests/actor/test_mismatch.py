@@ -14,11 +14,11 @@ from tests.samples import training_sample
 
 def across(*spans: tuple[int, int]) -> TrainingSample:
     """A response whose first tokens are of one version and whose further ones of another: (length, version) each."""
-    start, found = 4, []
+    start, versions = 4, []
     for length, version in spans:
-        found.append(VersionSpan(start, start + length, version))
+        versions.append(VersionSpan(start, start + length, version))
         start += length
-    return dataclasses.replace(training_sample(n=start - 4), versions=tuple(found))
+    return dataclasses.replace(training_sample(n=start - 4), versions=tuple(versions))
 
 
 @pytest.mark.parametrize(
@@ -30,21 +30,21 @@ def across(*spans: tuple[int, int]) -> TrainingSample:
     ],
 )
 def test_means_are_over_tokens_of_one_age(samples: list[TrainingSample], stale: list[bool]) -> None:
-    found = stale_tokens(samples, version=4)
-    assert found.tolist() == stale
+    mask = stale_tokens(samples, version=4)
+    assert mask.tolist() == stale
     ratio = torch.arange(1.0, len(stale) + 1)
     kl = ratio - 1 - ratio.log()
     sums, largest = split_by_age(
         {"mismatch/kl": kl, "mismatch/is_ratio_mean": ratio, "actor/entropy": ratio},
         {"mismatch/is_ratio_max": ratio.max()},
-        found,
+        mask,
     )
     row = compute_means(
         {**{k: float(v.sum()) / len(stale) for k, v in sums.items()}, **{k: float(v) for k, v in largest.items()}}
     )
     assert row["actor/entropy"] == pytest.approx(float(ratio.mean()))
     assert row[SHARE] == pytest.approx(sum(stale) / len(stale))
-    for prefix, kept in (("", ~found), ("stale_", found)):
+    for prefix, kept in (("", ~mask), ("stale_", mask)):
         names = [f"mismatch/{prefix}{name}" for name in ("kl", "is_ratio_mean", "is_ratio_max")]
         if not kept.any():
             assert not set(names) & set(row)

@@ -46,18 +46,18 @@ def test_what_the_loss_is_made_of_stays_in_float32(
     shard(student, mesh, torch.bfloat16)
     micro, seen, plain = micro_batch(models.scored(3)), [], Student.compute_hidden
 
-    def compute_hidden(self: Student, given: MicroBatch) -> Tensor:
-        seen.append(given)
-        out = plain(self, given)
+    def compute_hidden(self: Student, batch: MicroBatch) -> Tensor:
+        seen.append(batch)
+        out = plain(self, batch)
         assert out.dtype == torch.bfloat16
         return out
 
     monkeypatch.setattr(Student, "compute_hidden", compute_hidden)
     student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))[0].backward()
-    (given,) = seen
-    assert given.weights.dtype == given.sampler_logprobs.dtype == torch.float32
-    assert given.targets is not None
-    assert given.targets.logprobs.dtype == torch.float32
+    (batch,) = seen
+    assert batch.weights.dtype == batch.sampler_logprobs.dtype == torch.float32
+    assert batch.targets is not None
+    assert batch.targets.logprobs.dtype == torch.float32
 
 
 def test_shards_are_cast_before_they_are_gathered(
@@ -150,7 +150,7 @@ def test_a_rank_alone_on_a_cpu_is_sharded_where_that_changes_anything(
 def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(mesh: DeviceMesh, path: Path) -> None:
     """Loss, gradients and their norm."""
     micro = micro_batch(models.scored(3))
-    found = []
+    results = []
     for sharded in (False, True):
         student = load_sharded(str(path), mesh, torch.device("cpu"), torch.float32)
         if sharded:
@@ -159,6 +159,6 @@ def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(mesh: DeviceM
         loss.backward()
         gradients = [parameter.grad for parameter in student.parameters()]
         norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 0.1)
-        found.append([loss, norm, *gradients])
-    for alone, whole in zip(*found, strict=True):
+        results.append([loss, norm, *gradients])
+    for alone, whole in zip(*results, strict=True):
         assert torch.equal(alone, whole.full_tensor() if isinstance(whole, DTensor) else whole)

@@ -23,13 +23,13 @@ EOS = [1]
 
 def answers() -> list[ScoredSample]:
     """Five prompts of different lengths with answers, the last of which is cut."""
-    rng, found = np.random.default_rng(0), []
+    rng, samples = np.random.default_rng(0), []
     for i, (p, n) in enumerate([(3, 5), (1, 2), (7, 1), (4, 9), (2, 6)]):
         ids = rng.integers(2, VOCAB, n).astype(np.int32)
         ids[-1] = 1 if i < 4 else ids[-1]
         request = SampleRequest(Prompt(i, rng.integers(2, VOCAB, p).astype(np.int32), ""), 0, 0, Sampling(9))
-        found.append(ScoredSample(make_dataset_sample(request, ids, EOS, version=3)))
-    return found
+        samples.append(ScoredSample(make_dataset_sample(request, ids, EOS, version=3)))
+    return samples
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

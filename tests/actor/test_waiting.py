@@ -32,7 +32,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, _, overload = func.name().removeprefix("aten::").partition(".")
@@ -42,7 +42,7 @@ class Waits(TorchDispatchMode):
         unsized = name == "repeat_interleave" and overload == "Tensor" and (kwargs or {}).get("output_size") is None
         if name.lstrip("_") in WAITS or name in WAITS or by_mask or unsized:
             frames = [f for f in traceback.extract_stack() if "/gkd/" in f.filename or "/tests/" in f.filename]
-            self.found.append(f"{name} in {frames[-2].name}")
+            self.calls.append(f"{name} in {frames[-2].name}")
         return func(*args, **(kwargs or {}))
 
 
@@ -117,9 +117,9 @@ def test_accumulating_asks_for_no_number(
     monkeypatch.setattr(trainer, "_with_reference", lambda _: scored)
     with counted() as waits:
         trainer.accumulate(samples, weights, 10)
-        assert waits.found == []
+        assert waits.calls == []
         assert sum(float(p.grad.norm()) for p in student.parameters() if p.grad is not None) > 0
-    assert len(waits.found) > 10  # those of the line before
+    assert len(waits.calls) > 10  # those of the line before
 
 
 def test_what_goes_to_a_gpu_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,13 +111,13 @@ def main() -> None:
         try:
             for round_ in range(-1, rounds):
                 for workers in LAYOUTS:
-                    taken = {"program": program_s(cluster.address, workers, Path(directory) / "report.json")}
+                    durations = {"program": program_s(cluster.address, workers, Path(directory) / "report.json")}
                     wait_until_free()
-                    taken["placing"], taken["CPU"] = placing_s(workers, directory)
+                    durations["placing"], durations["CPU"] = placing_s(workers, directory)
                     wait_until_free()
-                    told = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in taken.items())
-                    print(f"round {round_ + 1}: {workers} workers: {told}", flush=True)
-                    for what, seconds in taken.items() if round_ >= 0 else ():
+                    summary = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in durations.items())
+                    print(f"round {round_ + 1}: {workers} workers: {summary}", flush=True)
+                    for what, seconds in durations.items() if round_ >= 0 else ():
                         times.setdefault((what, workers), []).append(seconds)
         finally:
             ray.shutdown()

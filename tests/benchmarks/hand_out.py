@@ -46,14 +46,14 @@ def main() -> None:
         began = time.perf_counter()
         dispatcher = RequestDispatcher(range(options.engines), len(sample_requests), options.samples)
         dispatcher.add(sample_requests, order=1)
-        given = dispatcher.hand_out()
+        assignment = dispatcher.hand_out()
         chosen_s = min(chosen_s, time.perf_counter() - began)
         began = time.perf_counter()
-        messages = [cloudpickle.dumps(its) for its in given.values()]
+        messages = [cloudpickle.dumps(its) for its in assignment.values()]
         pickled_s = min(pickled_s, time.perf_counter() - began)
     prompts = {request.prompt.id: request.prompt for request in sample_requests}.values()
     tokens = sum(prompt.token_ids.nbytes + len(prompt.text) for prompt in prompts)
-    most = max(len(its) for its in given.values())
+    most = max(len(its) for its in assignment.values())
     figures = {"choose_s": chosen_s, "pickle_s": pickled_s, "mb": sum(map(len, messages)) / 1e6}
     figures |= {"prompts_mb": tokens / 1e6, "most_an_engine": most}
     print(json.dumps({**vars(options), **{name: float(f"{value:.4g}") for name, value in figures.items()}}))

@@ -104,7 +104,7 @@ def samples_again_s(kills: Sequence[Kill], timeline: Path) -> list[float]:
     """Seconds from each kill of an engine until its new process samples; without those killed again before."""
     events = json.loads(timeline.read_text())["traceEvents"]
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    found = []
+    delays = []
     for kill in (kill for kill in kills if kill.group == "rollout"):
         began = [
             event["ts"] / 1e6
@@ -114,8 +114,8 @@ def samples_again_s(kills: Sequence[Kill], timeline: Path) -> list[float]:
         again = min((at for at in began if at > kill.time), default=None)
         later = [other.time for other in kills if (other.group, other.rank) == ("rollout", kill.rank)]
         if again is not None and not any(kill.time < at < again for at in later):
-            found.append(again - kill.time)
-    return found
+            delays.append(again - kill.time)
+    return delays
 
 
 def late_scores_s(kills: Sequence[Kill], output: Path, staleness: int) -> list[float]:
@@ -123,15 +123,15 @@ def late_scores_s(kills: Sequence[Kill], output: Path, staleness: int) -> list[f
 
     Without deaths that left no other replica, or after which another one did before those batches were scored.
     """
-    found, metrics = [], rows(output / "metrics.jsonl")
+    delays, metrics = [], rows(output / "metrics.jsonl")
     deaths = [event for event in rows(output / "events.jsonl") if event["kind"] == "death"]
     alone = [kill.step for kill in kills if kill.group == "teacher" and not _left_another(kill, deaths)]
     for kill in (kill for kill in kills if kill.group == "teacher" and _left_another(kill, deaths)):
         if any(kill.step <= step <= kill.step + 3 + staleness for step in alone):
             continue
         concerned = range(kill.step + 1, kill.step + 4 + staleness)
-        found.append(max((row.get("timing_s/score", 0.0) for row in metrics if row["step"] in concerned), default=0.0))
-    return found
+        delays.append(max((row.get("timing_s/score", 0.0) for row in metrics if row["step"] in concerned), default=0.0))
+    return delays
 
 
 def _left_another(kill: Kill, deaths: Sequence[dict[str, Any]]) -> bool:
@@ -144,11 +144,11 @@ def _left_another(kill: Kill, deaths: Sequence[dict[str, Any]]) -> bool:
 def victims(run: subprocess.Popen[bytes], output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
     """Process ids by group and rank, of the workers of ``groups`` whose process is there, and of Ray's service."""
     workers = json.loads((output / "placement.json").read_text())
-    found = {(worker["group"], worker["rank"]): worker["pid"] for worker in workers if worker["group"] in groups}
+    pids = {(worker["group"], worker["rank"]): worker["pid"] for worker in workers if worker["group"] in groups}
     if "ray" in groups:
         services = [p.pid for p in psutil.Process(run.pid).children(recursive=True) if p.name() == "gcs_server"]
-        found |= {("ray", rank): pid for rank, pid in enumerate(services)}
-    return {who: pid for who, pid in found.items() if Path(f"/proc/{pid}").exists()}
+        pids |= {("ray", rank): pid for rank, pid in enumerate(services)}
+    return {who: pid for who, pid in pids.items() if Path(f"/proc/{pid}").exists()}
 
 
 def main() -> int:
@@ -201,9 +201,9 @@ def kill(run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace
     return killed
 
 
-def seconds(found: Sequence[float]) -> str:
+def seconds(values: Sequence[float]) -> str:
     """Return them for a line of text."""
-    return ", ".join(f"{each:.1f}" for each in sorted(found)) + " s" if found else "never"
+    return ", ".join(f"{each:.1f}" for each in sorted(values)) + " s" if values else "never"
 
 
 def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: int) -> int:

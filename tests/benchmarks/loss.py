@@ -42,14 +42,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--losses", nargs="+", default=["reverse_kl", "jsd"], choices=list(LOSSES))
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| loss | way | seconds (median) | from, to | peak GB | gradient's norm |\n|---|---|---|---|---|---|")
-    for loss in given.losses:
-        found: dict[str, list[dict[str, float]]] = {"autograd": [], "one pass": [], "products alone": []}
-        for _ in range(given.rounds):
-            for way, runs in found.items():
-                runs.append(_in_a_process(way, loss, given))
-        for way, runs in found.items():
+    for loss in options.losses:
+        results: dict[str, list[dict[str, float]]] = {"autograd": [], "one pass": [], "products alone": []}
+        for _ in range(options.rounds):
+            for way, runs in results.items():
+                runs.append(_in_a_process(way, loss, options))
+        for way, runs in results.items():
             seconds = [run["seconds"] for run in runs]
             norm = f"{runs[0]['norm']:.6g}" if "norm" in runs[0] else ""
             print(
@@ -58,40 +58,40 @@ def main() -> None:
             )
 
 
-def _in_a_process(way: str, loss: str, given: argparse.Namespace) -> dict[str, float]:
+def _in_a_process(way: str, loss: str, options: argparse.Namespace) -> dict[str, float]:
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_run, args=(way, loss, given, sender))
+    process = spawn.Process(target=_run, args=(way, loss, options, sender))
     process.start()
-    found: dict[str, float] = json.loads(receiver.recv())
+    result: dict[str, float] = json.loads(receiver.recv())
     process.join()
-    return found
+    return result
 
 
-def _run(way: str, loss: str, given: argparse.Namespace, sender: Any) -> None:
-    n, k = given.positions, given.top_k or given.vocabulary
+def _run(way: str, loss: str, options: argparse.Namespace, sender: Any) -> None:
+    n, k = options.positions, options.top_k or options.vocabulary
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, given.hidden, generator=generator).requires_grad_()
-    head = torch.nn.Linear(given.hidden, given.vocabulary, bias=False)
+    hidden = torch.randn(n, options.hidden, generator=generator).requires_grad_()
+    head = torch.nn.Linear(options.hidden, options.vocabulary, bias=False)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / given.hidden**0.5)
-        ids = torch.stack([torch.randperm(given.vocabulary, generator=generator)[:k] for _ in range(n)])
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / options.hidden**0.5)
+        ids = torch.stack([torch.randperm(options.vocabulary, generator=generator)[:k] for _ in range(n)])
         logprobs = torch.log_softmax(torch.randn(n, k, generator=generator), -1)
-        logprobs = logprobs if given.top_k == 0 else logprobs + torch.tensor(0.9).log()
-    tail = torch.full((n,), 0.1).log() if given.top_k else None
-    tokens = torch.randint(given.vocabulary, (n,), generator=generator)
+        logprobs = logprobs if options.top_k == 0 else logprobs + torch.tensor(0.9).log()
+    tail = torch.full((n,), 0.1).log() if options.top_k else None
+    tokens = torch.randint(options.vocabulary, (n,), generator=generator)
     targets = PositionTargets(tokens, logprobs[:, 0].contiguous(), ids, logprobs, tail)
     settings = Loss(**LOSSES[loss])
     ways = {"autograd": _autograd, "one pass": _one_pass, "products alone": _products}
     ways[way](*_small(hidden, head, targets), settings, 8)  # what is set up once
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before, started = _peak(), time.perf_counter()
-    ways[way](hidden, head, targets, settings, given.chunk)
+    ways[way](hidden, head, targets, settings, options.chunk)
     seconds = time.perf_counter() - started
-    found = {"seconds": seconds, "bytes": _peak() - before}
+    figures = {"seconds": seconds, "bytes": _peak() - before}
     if hidden.grad is not None and head.weight.grad is not None:
-        found["norm"] = float(torch.sqrt(hidden.grad.double().square().sum() + head.weight.grad.norm().double() ** 2))
-    sender.send(json.dumps(found))
+        figures["norm"] = float(torch.sqrt(hidden.grad.double().square().sum() + head.weight.grad.norm().double() ** 2))
+    sender.send(json.dumps(figures))
 
 
 def _peak() -> int:
@@ -108,8 +108,8 @@ def _small(
 
 def _one_pass(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
     def of(logits: Tensor, start: int) -> tuple[Tensor, Values]:
-        found = position_losses(logits, targets.rows(start, start + len(logits)), loss)
-        return found.loss.sum(), {"loss": found.loss, **found.diagnostics()}
+        result = position_losses(logits, targets.rows(start, start + len(logits)), loss)
+        return result.loss.sum(), {"loss": result.loss, **result.diagnostics()}
 
     values, gradients = differentiate_in_chunks(hidden, head, of, chunk)
     gradients.attach_to(values["loss"].sum()).backward()

@@ -121,7 +121,7 @@ def main() -> None:
 
 def compare(shape: list[str]) -> None:
     """Measure every variant in a process of its own."""
-    found = {}
+    results = {}
     for name in VARIANTS:
         done = subprocess.run(
             [sys.executable, __file__, *shape, "--variant", name],
@@ -130,9 +130,9 @@ def compare(shape: list[str]) -> None:
             text=True,
             timeout=900,
         )
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-        full = found["full fine-tuning"]
-        gb, seconds = found[name]["gb"], found[name]["seconds"]
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+        full = results["full fine-tuning"]
+        gb, seconds = results[name]["gb"], results[name]["seconds"]
         share, pace = gb / full["gb"] - 1, seconds / full["seconds"]
         print(f"{name:30} {gb:6.2f} GB  {share:+7.0%}   {seconds:6.2f} s  {pace:5.2f} x", flush=True)
 

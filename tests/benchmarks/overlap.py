@@ -205,7 +205,7 @@ def run(
     rollout_group: Group, actor_group: Group, config: Config, times: Times, kept: Path | None
 ) -> list[dict[str, float]]:
     """Rows of metrics.jsonl; the timeline goes to ``kept``."""
-    asked, held_out = WorkerReports(), [Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)]
+    worker_reports, held_out = WorkerReports(), [Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)]
     inputs: Any = SimpleNamespace(
         val=SimpleNamespace(prompts=held_out), tokenizer=None, model=SimpleNamespace(vocabulary=50)
     )
@@ -216,7 +216,7 @@ def run(
     parts: Any = SimpleNamespace(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
         rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2,
-        report=lambda: asked.read([actor_group, rollout_group]),
+        report=lambda: worker_reports.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
         val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due_sets=lambda *_: [], sets=[]),
         sync=SimpleNamespace(

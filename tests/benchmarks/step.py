@@ -46,10 +46,10 @@ def cpu_s(process: psutil.Process) -> float:
 def processes(run: psutil.Process, output: Path) -> dict[str, list[psutil.Process]]:
     """Return the processes of a run by what they are: the driver, each group's workers, and all others, Ray's own."""
     groups = {int(row["pid"]): row["group"] for row in json.loads((output / "placement.json").read_text())}
-    found: dict[str, list[psutil.Process]] = {"driver": [run]}
+    by_group: dict[str, list[psutil.Process]] = {"driver": [run]}
     for process in run.children(recursive=True):
-        found.setdefault(groups.get(process.pid, "ray"), []).append(process)
-    return found
+        by_group.setdefault(groups.get(process.pid, "ray"), []).append(process)
+    return by_group
 
 
 def rows_of(output: Path) -> list[dict[str, float]]:

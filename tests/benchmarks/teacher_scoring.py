@@ -141,14 +141,14 @@ def main() -> None:
         for round_ in range(-1, options.rounds):
             for name, seconds in times.items():
                 ids = rng.integers(1, options.vocabulary, (options.sequences, options.length)).astype(np.int32)
-                taken = (
+                duration_s = (
                     prefill_s(engines["vllm"], ids)
                     if name == "prefill"
                     else scoring_s(clients[name], ids, options.top_k)
                 )
                 if round_ >= 0:
-                    seconds.append(taken)
-                    print(f"round {round_ + 1}: {name} {tokens / taken:,.0f} tokens/s", flush=True)
+                    seconds.append(duration_s)
+                    print(f"round {round_ + 1}: {name} {tokens / duration_s:,.0f} tokens/s", flush=True)
     print(
         f"{options.sequences} x {options.length} tokens, K={options.top_k}, {options.layers} layers of "
         f"{options.hidden}, vocabulary {options.vocabulary}, on {device}:"

@@ -114,10 +114,10 @@ def answered(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
     """Return the share of prompts whose greedy answer is the row's."""
     import torch
 
-    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
-        made = model.generate(**asked, max_new_tokens=RESPONSE, do_sample=False)
-    texts = tokenizer.batch_decode(made[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        made = model.generate(**inputs, max_new_tokens=RESPONSE, do_sample=False)
+    texts = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
@@ -212,8 +212,8 @@ def main() -> None:
                     else trl_in_a_process_of_its_own(cache, options.every, seed, target_accuracy)
                 )
                 rounds[name].append(until(run, target_accuracy))
-            said = "; ".join(line_of(name, made[-1]) for name, made in rounds.items())
-            print(f"round {number + 1}, seed {seed}: {said}", flush=True)
+            summary = "; ".join(line_of(name, made[-1]) for name, made in rounds.items())
+            print(f"round {number + 1}, seed {seed}: {summary}", flush=True)
     print(*compared(rounds), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(rounds, indent=1))

@@ -60,10 +60,10 @@ class Sender:
 
     def copy_s(self) -> float:
         """Seconds that copying all tensors within this device takes."""
-        found = [torch.empty_like(t) for t in self.tensors.values()]
+        copies = [torch.empty_like(t) for t in self.tensors.values()]
         self._wait()
         began = time.perf_counter()
-        for there, tensor in zip(found, self.tensors.values(), strict=True):
+        for there, tensor in zip(copies, self.tensors.values(), strict=True):
             there.copy_(tensor)
         self._wait()
         return time.perf_counter() - began
@@ -117,11 +117,11 @@ def measure(transfer: str, gpus: list[int], options: argparse.Namespace) -> None
     for round_ in range(-1, options.rounds):
         began = time.perf_counter()
         push(round_ + 2, sender, receiver)
-        taken, copied = time.perf_counter() - began, ask(sender.copy_s.remote())
+        push_s, copied = time.perf_counter() - began, ask(sender.copy_s.remote())
         if round_ >= 0:
-            times.append(taken)
+            times.append(push_s)
             copies.append(copied)
-    speed, copy = (n * TENSOR_BYTES / 1e9 / statistics.median(found) for found in (times, copies))
+    speed, copy = (n * TENSOR_BYTES / 1e9 / statistics.median(seconds) for seconds in (times, copies))
     print(f"{transfer:12} {'GPU' if gpus else 'CPU'}: {speed:8.2f} GB/s; copying alone {copy:8.2f} GB/s", flush=True)
     for process in (sender, receiver):
         ray.kill(process)

@@ -35,16 +35,16 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_setting_is_described_with_kind_and_default() -> None:
-    found = {setting.name: setting for setting in describe_all()}
-    assert found.keys() == settings().keys()
-    assert all(setting.kind and setting.default and setting.meaning for setting in found.values())
-    assert (found["actor.lr"].kind, found["actor.lr"].default) == ("number > 0 or null", "null")
-    assert found["trainer.total_steps"].kind == "whole number >= 1"
-    assert found["rollout.temperature"].kind == "number >= 0.001 and <= 1000"
-    assert found["actor.lr_decay"].kind == "constant or linear or cosine"
-    assert found["cluster.offload"].kind == "auto or true or false"
-    assert found["data.train_files"].default == "[]"
-    assert found["algorithm.name"].kind.split(" or ") == [*ALGORITHMS.names(), "your own"]
+    by_name = {setting.name: setting for setting in describe_all()}
+    assert by_name.keys() == settings().keys()
+    assert all(setting.kind and setting.default and setting.meaning for setting in by_name.values())
+    assert (by_name["actor.lr"].kind, by_name["actor.lr"].default) == ("number > 0 or null", "null")
+    assert by_name["trainer.total_steps"].kind == "whole number >= 1"
+    assert by_name["rollout.temperature"].kind == "number >= 0.001 and <= 1000"
+    assert by_name["actor.lr_decay"].kind == "constant or linear or cosine"
+    assert by_name["cluster.offload"].kind == "auto or true or false"
+    assert by_name["data.train_files"].default == "[]"
+    assert by_name["algorithm.name"].kind.split(" or ") == [*ALGORITHMS.names(), "your own"]
 
 
 @pytest.mark.parametrize(

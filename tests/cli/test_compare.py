@@ -65,7 +65,7 @@ def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
     assert re.search(r"--score accuracy: base .* rewarded .* reward/own", lines[1])
     assert re.search(r"^sums: student .*\baccuracy\b.* base\b", lines[-1])
     results = group_by_score(read_all([tmp_path]))
-    assert {score: {own.set for own in found} for score, found in results.items()} == {
+    assert {score: {own.set for own in group} for score, group in results.items()} == {
         "accuracy": {"one", "sums"},
         "reward/own": {"rewarded"},
     }

@@ -55,16 +55,16 @@ def test_the_requirements_are_the_projects_own() -> None:
 
 def test_a_version_that_is_not_supported_is_named_with_the_one_that_is(installed) -> None:
     installed("psutil", "4.0.1")
-    (found,) = of_level(packages.check_packages(), "failed")
-    assert found.found == "psutil 4.0.1 is installed, supported is >=7"
-    assert "./launch/quickstart.sh" in found.do
+    (finding,) = of_level(packages.check_packages(), "failed")
+    assert finding.found == "psutil 4.0.1 is installed, supported is >=7"
+    assert "./launch/quickstart.sh" in finding.do
 
 
 def test_a_companion_of_another_build_is_named_with_what_removes_it(installed) -> None:
     installed("torch", "2.13.0+cpu")
     installed("torchvision", "0.28.0")
-    (found,) = [f for f in of_level(packages.check_packages(), "failed") if "torchvision" in f.found]
-    assert found.do.startswith(f"{sys.executable} -m pip uninstall --yes torchvision")
+    (finding,) = [f for f in of_level(packages.check_packages(), "failed") if "torchvision" in f.found]
+    assert finding.do.startswith(f"{sys.executable} -m pip uninstall --yes torchvision")
 
 
 def test_two_builds_of_vllm_and_an_idle_gpu(installed) -> None:
@@ -79,12 +79,12 @@ def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
     installed("ray", "2.60.0")
     info = tmp_path / "ray-2.60.0.dist-info" / "METADATA"
     info.write_text(info.read_text() + 'Requires-Dist: no-such-thing; extra == "default"\n')
-    (found,) = of_level(packages.check_packages(), "failed")
-    assert found.found.startswith("no-such-thing is missing, which ray[default]")
+    (finding,) = of_level(packages.check_packages(), "failed")
+    assert finding.found.startswith("no-such-thing is missing, which ray[default]")
 
 
 @pytest.mark.parametrize(
-    ("told", "gpus", "level", "said"),
+    ("facts", "gpus", "level", "expected"),
     [
         ({}, H200, "ok", "sees 2 GPUs"),
         ({"cuda": "13.0"}, H200, "failed", "driver 570.1 "),
@@ -96,10 +96,10 @@ def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
     ],
 )
 def test_torch_against_driver_and_gpus(
-    told: dict[str, object], gpus: devices.Gpus | None, level: str, said: str
+    facts: dict[str, object], gpus: devices.Gpus | None, level: str, expected: str
 ) -> None:
-    findings = [*devices.compare_torch({**TORCH, **told}, gpus)]  # type: ignore[dict-item]
-    assert any(said in f.found for f in of_level(findings, level))
+    findings = [*devices.compare_torch({**TORCH, **facts}, gpus)]  # type: ignore[dict-item]
+    assert any(expected in f.found for f in of_level(findings, level))
 
 
 def test_every_supported_torch_is_right_with_gpus() -> None:
@@ -110,18 +110,18 @@ def test_every_supported_torch_is_right_with_gpus() -> None:
 
 def test_a_gpu_that_somebody_uses() -> None:
     busy = replace(H200, free=[140 * GIB, 20 * GIB])
-    (found,) = of_level(devices.check_gpus(busy), "warning")
-    assert found.found.startswith("GPU 1: 121.0 of 141.0 GiB")
+    (finding,) = of_level(devices.check_gpus(busy), "warning")
+    assert finding.found.startswith("GPU 1: 121.0 of 141.0 GiB")
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 15555)):
-        (found,) = of_level(system.check_ports(own=False), "warning")
-        assert found.found.startswith("15555 (") and "teacher" in found.found
+        (finding,) = of_level(system.check_ports(own=False), "warning")
+        assert finding.found.startswith("15555 (") and "teacher" in finding.found
 
 
 @pytest.mark.parametrize(
-    ("other", "level", "said"),
+    ("other", "level", "expected"),
     [
         ({}, "ok", "8 by Ray"),
         ({"clock_s": 3.0}, "warning", "+3.0 s"),
@@ -140,9 +140,9 @@ def test_a_port_that_is_taken() -> None:
         ({"simulated": True}, "warning", "simulates 8 GPUs and has 8"),
     ],
 )
-def test_nodes_that_differ(other: dict[str, object], level: str, said: str) -> None:
+def test_nodes_that_differ(other: dict[str, object], level: str, expected: str) -> None:
     findings = [*cluster.compare([NODE, replace(NODE, **{"name": "10.0.0.2/cd", **other})])]  # type: ignore[arg-type]
-    assert any(said in str(f) for f in of_level(findings, level)), findings
+    assert any(expected in str(f) for f in of_level(findings, level)), findings
     if level == "ok":
         assert not of_level(findings, "failed")
         assert not of_level(findings, "warning")

@@ -53,7 +53,7 @@ def test_groups_and_their_processes(run: RunFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "last", "said"),
+    ("free", "last", "expected"),
     [
         (30.0, {}, ""),
         (2.0, {}, "lower rollout.gpu_memory_utilization"),
@@ -61,11 +61,11 @@ def test_groups_and_their_processes(run: RunFiles) -> None:
         (30.0, {"memory/actor/ooms": 1}, "actor.max_tokens_per_micro_batch"),
     ],
 )
-def test_advice(free: float, last: dict[str, float], said: str) -> None:
+def test_advice(free: float, last: dict[str, float], expected: str) -> None:
     card = Gpu(0, "GPU-1", "a card", "9.0", 80_000_000_000, round(free * 1e9))
-    found = advice(card, ["actor", "rollout"], last)
-    assert said in found
-    assert bool(said) == bool(found)
+    text = advice(card, ["actor", "rollout"], last)
+    assert expected in text
+    assert bool(expected) == bool(text)
     assert "expandable_segments" not in advice(card, ["actor", "rollout"], last, transfer="ipc")  # refused there
 
 
@@ -85,8 +85,8 @@ def text_of(run: RunFiles, capfd: pytest.CaptureFixture[str], *arguments: str) -
 def test_curves_stages_warnings_and_a_sample(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [{"step": s, "val/own": float(s), "timing_s/step": 4.0, "timing_s/update": 1.0} for s in range(1, 9)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = [{"time": 0, "kind": kind, "text": f"{kind} {n}"} for n in range(4) for kind in ("warning", "checkpoint")]
-    (run.path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    events = [{"time": 0, "kind": kind, "text": f"{kind} {n}"} for n in range(4) for kind in ("warning", "checkpoint")]
+    (run.path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
     sample = {"step": 7, "prompt": "what\nis \x1b[31m2 + 2", "response": "4" * 500}
     (run.path / "samples.jsonl").write_text(json.dumps(sample) + '\n{"step": 8, "pro')
     text = text_of(run, capfd, "--once")

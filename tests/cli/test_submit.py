@@ -138,7 +138,7 @@ def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (
             ["model.path=/m", "data.train_files=[no.jsonl]", "data.val_files=[/v]"],
@@ -152,11 +152,11 @@ def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeyp
         (["placement=cpu"], "placement=cpu"),
     ],
 )
-def test_what_a_job_cannot_have_is_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
+def test_what_a_job_cannot_have_is_refused(overrides: list[str], expected: str, tmp_path: Path) -> None:
     config = compose(["+recipe=grpo", *overrides, *(["data.answer_key=a"] if "model" in overrides[0] else [])])
     with pytest.raises(ConfigError) as caught:
         resolve_paths(config, tmp_path, tmp_path / "out")
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 class _Page(http.server.BaseHTTPRequestHandler):
@@ -193,7 +193,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "expected"),
     [
         ("none", "nothing"),
         ("web", "Ray dashboard"),
@@ -203,7 +203,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_address_that_is_none_is_one_line_in_time(
     kind: str,
-    said: str,
+    expected: str,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -215,7 +215,7 @@ def test_an_address_that_is_none_is_one_line_in_time(
     assert main(["--address", address, "--status"]) == 2
     err = capfd.readouterr().err
     assert err.startswith(f"error: --address {address}: ")
-    assert said in err
+    assert expected in err
     assert err.count("\n") == 1
 
 
@@ -265,16 +265,16 @@ def test_a_sweep_is_a_job_for_each_run_and_a_table_at_the_end(
 ) -> None:
     monkeypatch.setattr(jobs_module, "Jobs", PlayedJobs)
     monkeypatch.chdir(tmp_path)
-    given = ["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.seed=3", "trainer.output_dir=sweep"]
-    assert main(["--address", "http://cluster", "--multirun", "--follow", *given]) == 1  # one of them failed
+    overrides = ["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.seed=3", "trainer.output_dir=sweep"]
+    assert main(["--address", "http://cluster", "--multirun", "--follow", *overrides]) == 1  # one of them failed
     jobs = [*PLAYED[-1].submitted.values()]
     assert [output for _, output in jobs] == [tmp_path / "sweep" / f"actor.lr={lr}" for lr in ("1e-05", "0.0001")]
     for lr, (command, output) in zip((1e-5, 1e-4), jobs, strict=True):
         config = compose(shlex.split(command.partition(" -m gkd.main ")[2]))
         assert (config.actor.lr, config.trainer.seed, config.trainer.output_dir) == (lr, 3, str(output))
         assert (config.trainer.run_group, config.cluster.reserve_timeout_s) == ("sweep", 86_400)
-    said = capsys.readouterr().out
-    assert re.search(r"actor.lr=1e-05 +0\.4500", said) and "actor.lr=0.0001" in said and "failed, exit code 1" in said
+    out = capsys.readouterr().out
+    assert re.search(r"actor.lr=1e-05 +0\.4500", out) and "actor.lr=0.0001" in out and "failed, exit code 1" in out
     assert (tmp_path / "sweep" / "report.html").exists()
     assert main(["--address", "http://cluster", "-m", "--status"]) == 2
     assert "--multirun" in capsys.readouterr().err
@@ -287,8 +287,8 @@ def test_recipes_of_one_sweep_write_beside_each_other(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "own.yaml").write_text("cluster: {reserve_timeout_s: 60}\n")
-    given = ["+recipe=gspo,grpo,distill_and_reward", "own.yaml"]
-    assert main(["--address", "http://cluster", "--multirun", "--follow", *given]) == 1  # the last one failed
+    overrides = ["+recipe=gspo,grpo,distill_and_reward", "own.yaml"]
+    assert main(["--address", "http://cluster", "--multirun", "--follow", *overrides]) == 1  # the last one failed
     jobs = [*PLAYED[-1].submitted.values()]
     assert len({output.parent for _, output in jobs}) == 1
     assert len(re.findall(r"recipe=\w+ +0\.4500", capsys.readouterr().out)) == 2

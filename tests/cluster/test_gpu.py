@@ -38,11 +38,11 @@ def test_an_entry_names_a_device(token, uuid):
 
 
 @pytest.mark.parametrize(
-    ("visible", "found"),
+    ("visible", "expected"),
     [(None, ["0", "1", "2"]), ("", []), ("2,0", ["2", "0"]), ("1,-1,2", ["1"]), ("GPU-bbbb3333", ["GPU-bbbb3333"])],
 )
-def test_a_process_may_use_what_cuda_would_let_it(visible, found):
-    assert usable_devices(visible, UUIDS) == found
+def test_a_process_may_use_what_cuda_would_let_it(visible, expected):
+    assert usable_devices(visible, UUIDS) == expected
     assert usable_devices(visible, []) == []
 
 

@@ -102,9 +102,9 @@ def test_a_file_may_name_its_recipe_and_its_placement(tmp_path: Path) -> None:
     """As if they stood on the command line: recipe, placement, the file's own values, then the command line's."""
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: grpo\nplacement: 8gpu\nrollout: {n: 4}\nactor: {lr: 0.5}\n")
-    asked = ["+recipe=grpo", "placement=8gpu", "rollout.n=4", "actor.lr=0.5"]
+    overrides = ["+recipe=grpo", "placement=8gpu", "rollout.n=4", "actor.lr=0.5"]
     config = compose([str(file)])
-    assert config == compose(asked)
+    assert config == compose(overrides)
     assert (config.recipe, config.algorithm.name, config.teacher.n_gpus_per_node) == ("grpo", "grpo", 4)
     assert config.rollout.max_response_length == 12  # the built-in task's
     over = compose([str(file), "placement=cpu", "actor.lr=0.25"])

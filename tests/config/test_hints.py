@@ -19,9 +19,9 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
     known = settings()
     assert len(ELSEWHERE) >= 60
     for theirs, ours in {**ELSEWHERE, **SECTIONS}.items():
-        found = [name for name in DOTTED.findall(ours.replace("FILE.py", "")) if name not in NOT_SETTINGS]
-        assert found or theirs in SECTIONS, theirs
-        assert set(found) <= set(known), theirs
+        names = [name for name in DOTTED.findall(ours.replace("FILE.py", "")) if name not in NOT_SETTINGS]
+        assert names or theirs in SECTIONS, theirs
+        assert set(names) <= set(known), theirs
         assert theirs not in known, theirs
 
 
@@ -78,8 +78,8 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
     ],
 )
 def test_a_hint_names_the_setting_that_is_meant(theirs: str, ours: str) -> None:
-    found = hint(theirs, [*settings(), "recipe", "placement"])
-    assert re.match(rf" \([\w ]+:? {re.escape(ours)}\b(?!\.)", found), found
+    text = hint(theirs, [*settings(), "recipe", "placement"])
+    assert re.match(rf" \([\w ]+:? {re.escape(ours)}\b(?!\.)", text), text
 
 
 def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
@@ -95,9 +95,9 @@ def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
     ],
 )  # fmt: skip
 def test_what_means_something_else_is_no_hint(name: str) -> None:
-    found = hint(name, settings())
-    assert "?" not in found
-    assert not {"model.path", "teacher.model.path", "actor.lr"} & set(DOTTED.findall(found))
+    text = hint(name, settings())
+    assert "?" not in text
+    assert not {"model.path", "teacher.model.path", "actor.lr"} & set(DOTTED.findall(text))
 
 
 def test_a_section_of_a_file_is_named_down_to_its_first_setting(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -42,19 +42,19 @@ def test_a_class_takes_its_own_settings_with_their_defaults_and_checks() -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "unknown"),
+    ("values", "unknown"),
     [
         ({"name": "scaled", "scale": -1.0}, False),
         ({"name": "plain", "scale": 3.0}, True),
         ({"name": "scaled", "sacle": 3.0}, True),
     ],
 )
-def test_a_setting_that_the_class_does_not_take_is_refused_by_its_key(given: dict[str, object], unknown: bool) -> None:
+def test_a_setting_that_the_class_does_not_take_is_refused_by_its_key(values: dict[str, object], unknown: bool) -> None:
     with pytest.raises(ValidationError) as refused:
-        Section.model_validate(given)
+        Section.model_validate(values)
     error = refused.value.errors()[0]
     assert error["type"] == OWN and error["ctx"]["unknown"] == unknown
-    assert error["ctx"]["key"] == next(key for key in given if key != "name")
+    assert error["ctx"]["key"] == next(key for key in values if key != "name")
 
 
 def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

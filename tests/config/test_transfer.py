@@ -37,8 +37,8 @@ SIM = [f"SIM-ab-{i}" for i in range(4)]
     ],
 )
 def test_auto_picks_by_the_placement(actor: list[str], rollout: list[str], engine: str, way: str) -> None:
-    found = choose_transfer(Weights(), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
-    assert found == way
+    chosen = choose_transfer(Weights(), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout))
+    assert chosen == way
     assert (
         choose_transfer(
             Weights(transfer=way), Rollout(engine=engine), reports("actor", *actor), reports("rollout", *rollout)

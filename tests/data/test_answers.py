@@ -40,7 +40,7 @@ def prompt(answer: str, chat: bool) -> Prompt:
 
 def ids(prompts: list[Prompt], tokenizer: Any, max_tokens: int = 8) -> list[list[int]]:
     answered = with_answers(prompts, tokenizer, MODEL, turn_end(prompts, tokenizer), max_tokens)
-    return [found.answer_ids.tolist() for found in answered if found.answer_ids is not None]
+    return [p.answer_ids.tolist() for p in answered if p.answer_ids is not None]
 
 
 def test_an_answer_ends_as_the_chat_template_ends_a_turn() -> None:

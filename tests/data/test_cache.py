@@ -28,10 +28,10 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
 
 def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
     makers: list[int] = []
-    said: list[str] = []
+    lines: list[str] = []
 
     def make(number: int) -> None:
-        with make_entry(tmp_path / "entry", said.append) as unfinished:
+        with make_entry(tmp_path / "entry", lines.append) as unfinished:
             if unfinished is not None:
                 makers.append(number)
                 time.sleep(0.5)
@@ -42,7 +42,7 @@ def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     assert len(makers) == 1
-    assert len(said) == 2 and all(contains_in_order(line, "entry") for line in said)
+    assert len(lines) == 2 and all(contains_in_order(line, "entry") for line in lines)
 
 
 def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:

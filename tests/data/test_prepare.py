@@ -36,9 +36,9 @@ def test_makes_two_models_that_a_run_can_use(
     questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, str(questions), "--out", str(tmp_path))
-    said = capsys.readouterr().out
-    assert "teacher: step 2 of 2, loss " in said
-    assert len(re.findall(r"\d\.\d+ nats\b", said)) == 2
+    printed = capsys.readouterr().out
+    assert "teacher: step 2 of 2, loss " in printed
+    assert len(re.findall(r"\d\.\d+ nats\b", printed)) == 2
     for name in ("teacher", "student"):
         check_causal_lm(str(tmp_path / name), "model.path")
         config = AutoModelForCausalLM.from_pretrained(tmp_path / name).generation_config

@@ -79,8 +79,8 @@ def test_a_column_named_prompt_comes_before_messages(tmp_path: Path) -> None:
 
 
 def test_longer_prompts_are_counted_and_left_out(tmp_path: Path) -> None:
-    found = load(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a"}, {"prompt": "a a a a"}], max_prompt_length=2)
-    assert ([p.id for p in found.prompts], found.n_too_long) == ([1], 2)
+    prompt_set = load(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a"}, {"prompt": "a a a a"}], max_prompt_length=2)
+    assert ([p.id for p in prompt_set.prompts], prompt_set.n_too_long) == ([1], 2)
 
 
 def test_ids_go_on_over_files_and_chunks(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_an_answer_that_no_file_could_hold_is_named(key: str, tmp_path: Path) ->
 def test_content_of_text_parts_is_one_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     rows = [{"messages": [{"role": "user", "content": content}]} for content in (parts, "a b", ["a ", "b"])]
-    found = load(tmp_path, rows).prompts
-    assert [p.token_ids.tolist() for p in found] == [[USER, A, B, ASSISTANT]] * 3
-    assert [p.messages for p in found] == [({"role": "user", "content": "a b"},)] * 3
+    prompts = load(tmp_path, rows).prompts
+    assert [p.token_ids.tolist() for p in prompts] == [[USER, A, B, ASSISTANT]] * 3
+    assert [p.messages for p in prompts] == [({"role": "user", "content": "a b"},)] * 3
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_a_huge_row_is_left_out_by_its_beginning(tmp_path: Path) -> None:
             return super().__call__(texts, **kwargs)
 
     tokenizer.__class__ = Counting
-    found = load(tmp_path, [{"prompt": "a b " * 5_000_000}, {"prompt": "a"}], tokenizer)
-    assert ([p.id for p in found.prompts], found.n_too_long) == ([1], 1)
+    prompt_set = load(tmp_path, [{"prompt": "a b " * 5_000_000}, {"prompt": "a"}], tokenizer)
+    assert ([p.id for p in prompt_set.prompts], prompt_set.n_too_long) == ([1], 1)
     assert 0 < sum(n_characters) < 100_000
     rows = [{"prompt": "a " * 100_000}]
     assert complaint(tmp_path, rows, max_prompt_length=2).endswith("more than 4 tokens")
@@ -208,8 +208,8 @@ def test_a_huge_row_is_left_out_by_its_beginning(tmp_path: Path) -> None:
 
 def test_long_text_of_few_tokens_is_kept(tmp_path: Path) -> None:
     texts = ["x" * 100_000, "a" + " " * 100_000 + "b", "a b"]
-    found = load(tmp_path, [{"prompt": text} for text in texts], max_prompt_length=2)
-    assert [p.token_ids.tolist() for p in found.prompts] == [[0], [A, B], [A, B]]
+    prompt_set = load(tmp_path, [{"prompt": text} for text in texts], max_prompt_length=2)
+    assert [p.token_ids.tolist() for p in prompt_set.prompts] == [[0], [A, B], [A, B]]
 
 
 def test_a_template_that_fails_in_any_way_is_named(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "words"),
     [
         ("x.csv", "q,n\n1,2,3\n", ("x.csv line 2", "3", "header 2")),
         ("x.csv", "q,q\n1,2\n", ("x.csv", "header", "'q'", "twice")),
@@ -177,9 +177,9 @@ def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(
-    tmp_path: Path, name: str, content: str | bytes, told: tuple[str, ...]
+    tmp_path: Path, name: str, content: str | bytes, words: tuple[str, ...]
 ) -> None:
-    assert contains_in_order(error_of(jsonl(tmp_path, content, name)), *told)
+    assert contains_in_order(error_of(jsonl(tmp_path, content, name)), *words)
 
 
 def test_rows_come_as_they_are_read(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_names_in_the_local_cache(cached: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "words"),
     [
         ("", ("someone/sums", "subsets (main, more)", ":main:train")),
         (":main", ("someone/sums", "splits (train, test)", ":main:train")),
@@ -239,8 +239,8 @@ def test_names_in_the_local_cache(cached: Path) -> None:
         (":main:dev", ("someone/sums", "dev", "['train', 'test']")),
     ],
 )
-def test_parts_that_a_name_does_not_have(cached: Path, part: str, told: tuple[str, ...]) -> None:
-    assert contains_in_order(error_of(Path(f"someone/sums{part}")), *told)
+def test_parts_that_a_name_does_not_have(cached: Path, part: str, words: tuple[str, ...]) -> None:
+    assert contains_in_order(error_of(Path(f"someone/sums{part}")), *words)
 
 
 def test_a_name_that_is_not_in_the_cache(cached: Path) -> None:

@@ -90,8 +90,8 @@ def test_files_have_the_shares_of_their_weights(
 def test_a_restored_stream_of_several_files_goes_on_exactly(
     weights: list[int], before: int, after: int, seed: int
 ) -> None:
-    found, shares = in_files(*[3] * len(weights)), [float(w) for w in weights]
-    stream, again = PromptStream(found, seed, shares), PromptStream(found, seed, shares)
+    all_prompts, shares = in_files(*[3] * len(weights)), [float(w) for w in weights]
+    stream, again = PromptStream(all_prompts, seed, shares), PromptStream(all_prompts, seed, shares)
     ids(stream, before, 3)
     again.restore(json.loads(json.dumps(stream.state())))
     assert ids(again, after, 2) == ids(stream, after, 2)

@@ -19,27 +19,27 @@ USER = {"role": "user", "content": "1 + 1?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def asked(row: Row = ROW, **data: Any) -> Any:
+def question(row: Row = ROW, **data: Any) -> Any:
     return question_of(row, data.get("prompt_key", "question"), Data(**data))
 
 
 def test_text_stays_text_or_becomes_a_users_message() -> None:
-    assert asked() == "1 + 1?"
-    assert asked(apply_chat_template=True) == [USER]
-    assert asked(system_prompt="Be brief.") == [SYSTEM, USER]
+    assert question() == "1 + 1?"
+    assert question(apply_chat_template=True) == [USER]
+    assert question(system_prompt="Be brief.") == [SYSTEM, USER]
 
 
 def test_a_system_prompt_is_for_messages_without_one() -> None:
     own = {"role": "system", "content": "Be long."}
     for messages, expected in (([USER], [SYSTEM, USER]), ([own, USER], [own, USER])):
-        assert asked(Row({"question": messages}, "x"), system_prompt="Be brief.") == expected
+        assert question(Row({"question": messages}, "x"), system_prompt="Be brief.") == expected
 
 
 def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
     template = "{question} {choices.1} {meta.level} \\boxed{} {{answer}} {1}"
-    assert asked(prompt_template=template, answer_key="answer") == "1 + 1? 2 3 \\boxed{} {answer} {1}"
-    assert asked(prompt_template="Q: {question}", system_prompt="Be brief.")[1]["content"] == "Q: 1 + 1?"
-    assert asked(Row({"question": "{answer}", "answer": "2"}, "x"), prompt_template="{question}") == "{answer}"
+    assert question(prompt_template=template, answer_key="answer") == "1 + 1? 2 3 \\boxed{} {answer} {1}"
+    assert question(prompt_template="Q: {question}", system_prompt="Be brief.")[1]["content"] == "Q: 1 + 1?"
+    assert question(Row({"question": "{answer}", "answer": "2"}, "x"), prompt_template="{question}") == "{answer}"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
 )
 def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        asked(prompt_template=template)
+        question(prompt_template=template)
 
 
 @pytest.mark.parametrize(

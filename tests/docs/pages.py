@@ -52,7 +52,7 @@ class Command:
 
 def blocks(text: str) -> Iterator[str]:
     """Lines of fenced and indented code, continued ones joined."""
-    code = re.sub(r"^```.*?$(.*?)^```$", lambda found: indent(found[1]), text, flags=re.MULTILINE | re.DOTALL)
+    code = re.sub(r"^```.*?$(.*?)^```$", lambda match: indent(match[1]), text, flags=re.MULTILINE | re.DOTALL)
     lines = re.sub(r"\\\n\s*", " ", code).splitlines()
     yield from (line[4:] for line in lines if line.startswith("    "))
 
@@ -65,7 +65,7 @@ def spans(text: str) -> Iterator[str]:
     """Inline code, outside of blocks."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     prose = "\n".join("" if line.startswith("    ") else line for line in prose.splitlines())
-    yield from (found[1].replace("\n", " ") for found in re.finditer(r"`([^`]+)`", prose))
+    yield from (match[1].replace("\n", " ") for match in re.finditer(r"`([^`]+)`", prose))
 
 
 def commands(page: Path) -> Iterator[Command]:
@@ -73,7 +73,7 @@ def commands(page: Path) -> Iterator[Command]:
     text = page.read_text(encoding="utf-8")
     variables = dict(VARIABLE.findall(text))
     for code in (*blocks(text), *spans(text)):
-        line = re.sub(r"\$([A-Z]+)", lambda found: variables.get(found[1], found[0]), code.removeprefix("$ ").strip())
+        line = re.sub(r"\$([A-Z]+)", lambda match: variables.get(match[1], match[0]), code.removeprefix("$ ").strip())
         program = _program(line)
         if program is None:
             continue
@@ -90,10 +90,10 @@ def _program(line: str) -> str | None:
     for start, program in MODULES.items():
         if re.match(rf"{re.escape(start)}(?![\w./])", line):
             return program
-    if found := re.match(r"gkd ([a-z][a-z-]*)(?= |$)", line):
-        return found[1]
-    if found := SCRIPT.match(line):
-        return found[1]
+    if match := re.match(r"gkd ([a-z][a-z-]*)(?= |$)", line):
+        return match[1]
+    if match := SCRIPT.match(line):
+        return match[1]
     return None
 
 

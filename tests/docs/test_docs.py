@@ -149,9 +149,9 @@ def test_settings_that_are_named_exist(page: Path) -> None:
     for span in spans(page.read_text(encoding="utf-8")):
         if _program_like(span):
             continue  # checked as a command
-        for found in name.findall(span):
-            if not found.endswith((".md", ".py", ".json", ".jsonl", ".yaml")):
-                assert found in KNOWN or any(key.startswith(f"{found}.") for key in KNOWN), found
+        for setting in name.findall(span):
+            if not setting.endswith((".md", ".py", ".json", ".jsonl", ".yaml")):
+                assert setting in KNOWN or any(key.startswith(f"{setting}.") for key in KNOWN), setting
 
 
 def _program_like(span: str) -> bool:

@@ -41,19 +41,19 @@ def test_a_run_is_done_and_its_summary_returned(tmp_path: Path, cache: Path, var
         cwd=tmp_path, capture_output=True, text=True, timeout=300, env=variables, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert found["seen"] == [[row["step"], row.get("actor/loss")] for row in rows] and len(rows) == 4
-    assert found["steps"] == 3
-    assert found["after"] == {name: value for name, value in rows[-1].items() if name.startswith("val/")}
+    assert result["seen"] == [[row["step"], row.get("actor/loss")] for row in rows] and len(rows) == 4
+    assert result["steps"] == 3
+    assert result["after"] == {name: value for name, value in rows[-1].items() if name.startswith("val/")}
     (questions,) = cache.glob("sorting-data-*/val.jsonl")
     held_out = [json.loads(line) for line in questions.read_text().splitlines()[:32]]
     (student,) = (path.parent for path in cache.glob("sorting-student-*/config.json"))
-    for path, row in ((student, rows[0]), (found["model"], rows[-1])):
+    for path, row in ((student, rows[0]), (result["model"], rows[-1])):
         assert row["val/loss"] == pytest.approx(cross_entropy(path, held_out), abs=1e-4)
     # Where it began, its checkpoints and the trained student: weights loaded into the engines answer as validation did.
     measured = {f"step_{row['step']}": row["val/accuracy"] for row in rows if row["step"] != 1}
-    assert found["results"] == [[name, "val", 32, pytest.approx(accuracy)] for name, accuracy in measured.items()]
+    assert result["results"] == [[name, "val", 32, pytest.approx(accuracy)] for name, accuracy in measured.items()]
     assert len(set(measured.values())) > 1
     assert len(list((tmp_path / "run" / "measured" / "results").iterdir())) == 3
 

@@ -57,8 +57,8 @@ def test_the_wheel_has_configurations_the_task_and_its_types(wheel: Path) -> Non
 def test_six_parts_of_ones_own_in_one_run(start: Any, variables: dict[str, str], tmp_path: Path) -> None:
     """Also where gradients are added up in chunks, of samples of the weights before."""
     where = [sys.executable, "-c", "import gkd; print(gkd.__file__)"]
-    found = subprocess.run(where, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True, timeout=60)
-    assert found.stdout == f"{tmp_path}/site/gkd/__init__.py\n"
+    done = subprocess.run(where, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{tmp_path}/site/gkd/__init__.py\n"
     (tmp_path / "mine").mkdir()
     (tmp_path / "weights").mkdir()
     for file in FILES:

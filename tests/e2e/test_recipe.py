@@ -62,16 +62,16 @@ def test_the_student_learns_from_the_teacher(finished: tuple[Path, str]) -> None
 
 
 def test_every_step_is_logged_once_with_every_metric(finished: tuple[Path, str]) -> None:
-    found = rows(finished[0])
-    assert [row["step"] for row in found] == list(range(STEPS + 1))
-    for row in found[1:]:
+    metrics = rows(finished[0])
+    assert [row["step"] for row in metrics] == list(range(STEPS + 1))
+    for row in metrics[1:]:
         assert row.keys() >= ALWAYS, ALWAYS - row.keys()
         assert all(math.isfinite(value) for value in row.values())
         assert row["distill/teacher_mass"] == pytest.approx(1.0, abs=1e-4)  # the full vocabulary
         assert abs(row["mismatch/kl"]) < 1e-4  # sampler and trainer are one model: weights arrive every step
         assert row["staleness/max"] == 0
-    assert [row["step"] for row in found if "val/accuracy" in row] == [0, 15, STEPS]
-    assert found[0]["val/reverse_kl"] > 0
+    assert [row["step"] for row in metrics if "val/accuracy" in row] == [0, 15, STEPS]
+    assert metrics[0]["val/reverse_kl"] > 0
 
 
 def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
@@ -115,14 +115,14 @@ def test_the_saved_student_answers_as_validated(finished: tuple[Path, str]) -> N
 
     model = AutoModelForCausalLM.from_pretrained(finished[0] / "model")
     tokenizer = AutoTokenizer.from_pretrained(finished[0] / "model")
-    right, asked = 0, [(a, b, c) for a in range(4) for b in range(5, 9) for c in range(2, 5)]
-    for digits in asked:
+    right, questions = 0, [(a, b, c) for a in range(4) for b in range(5, 9) for c in range(2, 5)]
+    for digits in questions:
         ids = tokenizer(" ".join(map(str, digits)) + " =", return_tensors="pt")["input_ids"]
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
         right += tokenizer.decode(out, skip_special_tokens=True) == " ".join(map(str, sorted(digits)))
     summary = json.loads((finished[0] / "summary.json").read_text())
-    assert abs(right / len(asked) - summary["after"]["val/accuracy"]) < 0.25
+    assert abs(right / len(questions) - summary["after"]["val/accuracy"]) < 0.25
 
 
 def test_what_it_prints(finished: tuple[Path, str]) -> None:
@@ -185,10 +185,10 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     finally:
         watchdog.cancel()
         server.terminate()
-        said, errors = server.communicate(timeout=30)
+        printed, errors = server.communicate(timeout=30)
     assert done.returncode == 0, done.stderr
     assert server.returncode == 0, errors
-    assert said == ""
+    assert printed == ""
     assert "Traceback" not in errors
     placement = json.loads((tmp_path / "run" / "placement.json").read_text())
     assert [row["group"] for row in placement] == ["actor", "rollout"]  # no pool for a teacher that is elsewhere
@@ -198,14 +198,14 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     assert rows(tmp_path / "run")[-1]["distill/reverse_kl"] > 0
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     own, students = (mean_logprobs(teacher, template, samples) for template in (TEACHERS_TEMPLATE, STUDENTS_TEMPLATE))
-    found = [row["teacher_logprob_mean"] for row in samples]
+    logprobs = [row["teacher_logprob_mean"] for row in samples]
     # The text of a response lacks the special tokens that a barely trained student puts into some.
-    assert agreeing(found, own) > 0.25 > agreeing(found, students)
+    assert agreeing(logprobs, own) > 0.25 > agreeing(logprobs, students)
 
 
-def agreeing(found: list[float], expected: list[float]) -> float:
+def agreeing(values: list[float], expected: list[float]) -> float:
     """Share of numbers that are the same."""
-    return sum(abs(a - b) < 1e-3 for a, b in zip(found, expected, strict=True)) / len(found)
+    return sum(abs(a - b) < 1e-3 for a, b in zip(values, expected, strict=True)) / len(values)
 
 
 STUDENTS_TEMPLATE = "{{ bos_token }} {{ messages[0]['content'] }}"
@@ -217,10 +217,10 @@ def with_templates(cache: Path, directory: Path) -> tuple[Path, Path, Path]:
     (data,) = (d for d in cache.glob("sorting-data-*") if d.is_dir())
     (directory / "data").mkdir()
     for file in ("train.jsonl", "val.jsonl"):
-        asked = [json.loads(line) for line in (data / file).read_text().splitlines()]
-        for row in asked:
+        questions = [json.loads(line) for line in (data / file).read_text().splitlines()]
+        for row in questions:
             row["messages"] = [{"role": "user", "content": row.pop("prompt")}]
-        (directory / "data" / file).write_text("".join(json.dumps(row) + "\n" for row in asked))
+        (directory / "data" / file).write_text("".join(json.dumps(row) + "\n" for row in questions))
     for name, template in (("student", STUDENTS_TEMPLATE), ("teacher", TEACHERS_TEMPLATE)):
         (model,) = (d for d in cache.glob(f"sorting-{name}-*") if d.is_dir())
         shutil.copytree(model, directory / name)
@@ -234,7 +234,7 @@ def mean_logprobs(model: Path, template: str, samples: list[dict[str, Any]]) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
-    found = []
+    means = []
     for row in samples:
         # The prompt is logged as the student was given it.
         content = row["prompt"].removeprefix(tokenizer.bos_token).strip()
@@ -245,8 +245,8 @@ def mean_logprobs(model: Path, template: str, samples: list[dict[str, Any]]) -> 
         response += [tokenizer.eos_token_id] * (row["finish_reason"] == "stop")
         with torch.no_grad():
             logits = lm(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        found.append(float(torch.log_softmax(logits, -1)[range(len(response)), response].mean()))
-    return found
+        means.append(float(torch.log_softmax(logits, -1)[range(len(response)), response].mean()))
+    return means
 
 
 def test_each_prompt_has_the_teacher_its_row_names(

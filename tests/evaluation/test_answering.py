@@ -51,18 +51,18 @@ def jobs(n: int, samples: int = 1) -> list[AnswerJob]:
 
 
 def answer(source: Any, to_answer: list[AnswerJob], strategy: Any = plain) -> list[JobAnswer]:
-    found: list[JobAnswer] = []
-    answer_all(source, to_answer, strategy, SAMPLING, 0, found.append)
-    return found
+    answers: list[JobAnswer] = []
+    answer_all(source, to_answer, strategy, SAMPLING, 0, answers.append)
+    return answers
 
 
 def test_every_job_is_answered_once_and_no_more_than_the_source_takes_are_under_way() -> None:
     source = Echo()
-    found = answer(source, jobs(10, samples=2))
-    assert sorted((a.job.question.key, a.job.index) for a in found) == sorted(
+    answers = answer(source, jobs(10, samples=2))
+    assert sorted((a.job.question.key, a.job.index) for a in answers) == sorted(
         (j.question.key, j.index) for j in jobs(10, 2)
     )
-    assert all(a.answer.text == a.job.question.prompt.text for a in found)
+    assert all(a.answer.text == a.job.question.prompt.text for a in answers)
     assert source.most == 3
 
 
@@ -81,9 +81,9 @@ def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
         return Answer(second.text, first.n_tokens + second.n_tokens, 2)
 
     source = Echo(in_flight=2)
-    (found, *_) = answer(source, jobs(3), twice)
-    assert found.answer == Answer("q0 again", 10, 2)
-    assert found.n_tokens == 10
+    (job_answer, *_) = answer(source, jobs(3), twice)
+    assert job_answer.answer == Answer("q0 again", 10, 2)
+    assert job_answer.n_tokens == 10
     assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
 
 
@@ -95,10 +95,10 @@ def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
 
 
 def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
-    found: list[JobAnswer] = []
+    answers: list[JobAnswer] = []
     with pytest.raises(RunFailed, match="no engine"):
-        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, found.append)
-    assert len(found) == 3
+        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, answers.append)
+    assert len(answers) == 3
 
     async def broken(generate: GenerateFn, row: Columns) -> Answer:
         return Answer(row["nothing"], 0)

@@ -21,18 +21,18 @@ from gkd.evaluation.run import evaluate
 class Adder(BaseHTTPRequestHandler):
     """Answers sums such as "2 + 3 =", and says that the limit cut those of more than two digits."""
 
-    asked: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
     broken = False
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(asked | {"path": self.path, "key": self.headers["Authorization"]})
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(request | {"path": self.path, "key": self.headers["Authorization"]})
         if self.broken:
             self.send_error(400, "no")
             return
-        text = str(sum(int(word) for word in asked["messages"][-1]["content"].split() if word.isdigit()))
+        text = str(sum(int(word) for word in request["messages"][-1]["content"].split() if word.isdigit()))
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice]}
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice]}
         answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
         body = json.dumps(answer).encode()
         self.send_response(200)
@@ -47,14 +47,14 @@ class Adder(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    monkeypatch.setattr(Adder, "asked", [], raising=False)
-    found = ThreadingHTTPServer(("127.0.0.1", 0), Adder)
-    thread = threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True)
+    monkeypatch.setattr(Adder, "requests", [], raising=False)
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Adder)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    yield found
-    found.shutdown()
+    yield httpd
+    httpd.shutdown()
     thread.join()
-    found.server_close()
+    httpd.server_close()
 
 
 def arguments(tmp_path: Path, server: ThreadingHTTPServer, n: int = 3) -> list[str]:
@@ -72,33 +72,33 @@ def test_an_endpoint_is_asked_what_is_missing(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     out = Console(file=StringIO())
-    (found,) = evaluate(compose_evaluation(arguments(tmp_path, server)), out, quick=False)
-    assert found.scores["accuracy"].value == pytest.approx(2 / 3)
-    assert found.scores["length"].value == 1.0
-    assert {asked["path"] for asked in Adder.asked} == {"/v1/chat/completions"}
-    assert {asked["key"] for asked in Adder.asked} == {"Bearer secret"}
+    (result,) = evaluate(compose_evaluation(arguments(tmp_path, server)), out, quick=False)
+    assert result.scores["accuracy"].value == pytest.approx(2 / 3)
+    assert result.scores["length"].value == 1.0
+    assert {request["path"] for request in Adder.requests} == {"/v1/chat/completions"}
+    assert {request["key"] for request in Adder.requests} == {"Bearer secret"}
     first = [{"role": "user", "content": "0 + 0 ="}]
-    assert sum(asked["messages"] == first for asked in Adder.asked) == 1  # at the same time as the others
+    assert sum(request["messages"] == first for request in Adder.requests) == 1  # at the same time as the others
     (again,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=5)), out, quick=False)
-    assert len(Adder.asked) == 5  # and not 8
+    assert len(Adder.requests) == 5  # and not 8
     assert (again.n, again.model, again.tokens_per_second is not None) == (5, "adder", True)
     warm = [*arguments(tmp_path, server, n=5), "evaluate.sets.sums.temperature=0.7"]
     evaluate(compose_evaluation(warm), out, quick=False)
     more = [*warm, "evaluate.sets.sums.samples=2"]
     (third,) = evaluate(compose_evaluation(more), out, quick=False)
-    assert (third.samples, len(Adder.asked)) == (2, 15)  # the second answers alone
+    assert (third.samples, len(Adder.requests)) == (2, 15)  # the second answers alone
     (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)
-    assert (quick.n, len(Adder.asked)) == (5, 15)  # five questions, all of which are answered
+    assert (quick.n, len(Adder.requests)) == (5, 15)  # five questions, all of which are answered
 
 
 def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server: ThreadingHTTPServer) -> None:
-    given = {"stop": "['.']", "top_k": "3", "min_p": "0.1", "presence_penalty": "0.5", "temperature": "0.7"}
-    own = [f"evaluate.sets.sums.{name}={value}" for name, value in given.items()]
+    settings = {"stop": "['.']", "top_k": "3", "min_p": "0.1", "presence_penalty": "0.5", "temperature": "0.7"}
+    own = [f"evaluate.sets.sums.{name}={value}" for name, value in settings.items()]
     evaluate(compose_evaluation([*arguments(tmp_path, server), *own]), Console(file=StringIO()))
     sampling = {"stop": ["."], "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5, "temperature": 0.7}
-    assert {name: Adder.asked[0][name] for name in sampling} == sampling
+    assert {name: Adder.requests[0][name] for name in sampling} == sampling
     evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))  # other sampling, other answers
-    assert len(Adder.asked) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.asked[-1].keys()
+    assert len(Adder.requests) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.requests[-1].keys()
 
 
 def test_an_endpoint_that_refuses_is_named(
@@ -110,8 +110,8 @@ def test_an_endpoint_that_refuses_is_named(
 
 
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:
-    given = arguments(tmp_path, server)
+    overrides = arguments(tmp_path, server)
     with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
-        compose_evaluation(given[1:])
+        compose_evaluation(overrides[1:])
     with pytest.raises(ConfigError, match=r"models\.adder and evaluate\.endpoints\.adder"):
-        compose_evaluation([*given, "models.adder=DIR"])
+        compose_evaluation([*overrides, "models.adder=DIR"])

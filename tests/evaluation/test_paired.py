@@ -31,9 +31,9 @@ def test_random_signs_come_near_all_signs() -> None:
     from math import comb
 
     tail = 2 * sum(comb(n, i) for i in range(up, n + 1)) / 2**n
-    found = sign_flip_p(differences)
-    assert found == pytest.approx(tail, abs=0.01)
-    assert found == sign_flip_p(differences)  # a fixed seed
+    p_value = sign_flip_p(differences)
+    assert p_value == pytest.approx(tail, abs=0.01)
+    assert p_value == sign_flip_p(differences)  # a fixed seed
 
 
 def test_questions_on_which_both_agree_change_nothing() -> None:
@@ -43,14 +43,14 @@ def test_questions_on_which_both_agree_change_nothing() -> None:
 
 def test_alike_models_are_told_apart_in_one_of_twenty_cases() -> None:
     random = np.random.default_rng(1)
-    found = [compare_paired(*random.integers(0, 2, (2, 40)).tolist()).p for _ in range(200)]
-    assert np.mean(np.array(found) <= 0.05) <= 0.09
+    p_values = [compare_paired(*random.integers(0, 2, (2, 40)).tolist()).p for _ in range(200)]
+    assert np.mean(np.array(p_values) <= 0.05) <= 0.09
 
 
 def test_the_difference_is_the_second_less_the_first_and_pairs_cancel_difficulty() -> None:
-    found = compare_paired([0.0, 0.5, 1.0], [0.25, 0.75, 1.25])
-    assert found.difference.value == pytest.approx(0.25)
-    assert found.difference.stderr == pytest.approx(0.0)
+    comparison = compare_paired([0.0, 0.5, 1.0], [0.25, 0.75, 1.25])
+    assert comparison.difference.value == pytest.approx(0.25)
+    assert comparison.difference.stderr == pytest.approx(0.0)
     with pytest.raises(ValueError, match="zip"):
         compare_paired([0.0], [1.0, 1.0])
 
@@ -61,8 +61,8 @@ def test_as_many_questions_as_needed_find_the_difference_in_four_of_five_cases()
     needed = questions_needed(pilot)
     assert needed is not None
     assert needed == pytest.approx((2.8015 / 0.3) ** 2, rel=0.15)
-    found = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(150)]
-    assert 0.7 <= np.mean(found) <= 0.9
+    detections = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(150)]
+    assert 0.7 <= np.mean(detections) <= 0.9
     assert questions_needed([0.0, 1.0, -1.0]) is None
     assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)
     assert questions_needed([1.0] * 5) == 6  # no test of fewer can say it

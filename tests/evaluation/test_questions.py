@@ -24,8 +24,8 @@ ROWS = [
 def load(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> Questions:
     file = tmp_path / "x.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = EvalSet(files=[str(file)], answer_key="answer", **settings)
-    return load_questions("letters", given, tokenizer or word_tokenizer(template=TEMPLATE), 5)
+    eval_set = EvalSet(files=[str(file)], answer_key="answer", **settings)
+    return load_questions("letters", eval_set, tokenizer or word_tokenizer(template=TEMPLATE), 5)
 
 
 def test_keys_are_of_the_rows_and_not_of_a_models_template(tmp_path: Path) -> None:
@@ -43,14 +43,14 @@ def test_what_a_row_lacks_is_named_as_the_sets_setting(tmp_path: Path) -> None:
 
 
 def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) -> None:
-    found = load(tmp_path, ROWS, difficulty="level")
-    assert found.n_too_long == 1
-    assert [(q.prompt.id, q.difficulty, q.row["level"]) for q in found.questions] == [
+    questions = load(tmp_path, ROWS, difficulty="level")
+    assert questions.n_too_long == 1
+    assert [(q.prompt.id, q.difficulty, q.row["level"]) for q in questions.questions] == [
         (0, "1", 1),
         (1, "2", 2),
         (3, "2", 2),
     ]
-    assert found.questions[0].row["documents"] == ["d"]
+    assert questions.questions[0].row["documents"] == ["d"]
     assert len(load(tmp_path, ROWS, limit=2).questions) == 2
 
 

@@ -39,8 +39,8 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def test_a_reward_of_a_set_alone_has_its_settings_in_the_section_of_rewards(tmp_path: Path) -> None:
     """Its defaults too; what training learns from is another matter, and its settings are not in the way."""
-    given = {"functions": [HERE + "ranked"], "ranked": {"best": 2.0}, "optional": {"level": 3}, "weights": [0.5]}
-    config = with_rewards(tmp_path, [HERE + "optional", HERE + "trl"], **given)
+    training = {"functions": [HERE + "ranked"], "ranked": {"best": 2.0}, "optional": {"level": 3}, "weights": [0.5]}
+    config = with_rewards(tmp_path, [HERE + "optional", HERE + "trl"], **training)
     own = settings_of(config)
     assert own["functions"] == [HERE + "optional", HERE + "trl"] and own["weights"] is None
     assert (own["optional"], own["trl"], own.get("ranked")) == ({"level": 3}, {"bonus": 0.0}, None)

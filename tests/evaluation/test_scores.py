@@ -22,10 +22,10 @@ def sampled(*texts: str) -> list[SampledAnswer]:
 
 
 def test_one_of_four_is_right() -> None:
-    found = scores_of_question(question("72"), SETTINGS, sampled("#### 72", "so 71 clips", "it is 71", "70"))
+    scores = scores_of_question(question("72"), SETTINGS, sampled("#### 72", "so 71 clips", "it is 71", "70"))
     expected = {"accuracy": 0.25, "avg@4": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0, "maj@4": 0.0}
     expected |= {"reward/format": 1.5, "cost": 4.0, "iterations": 1.0, "length": 4.0, "truncated": 0.25}
-    assert found == pytest.approx(expected)
+    assert scores == pytest.approx(expected)
 
 
 def test_a_single_sample_has_accuracy_alone_and_without_answers_there_is_none() -> None:
@@ -52,7 +52,7 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
 def test_questions_are_split_by_difficulty() -> None:
     questions = [question("1", "a", "hard"), question("1", "b", "easy"), question("1", "c", "hard")]
     values = {"a": {"accuracy": 0.0}, "b": {"accuracy": 1.0}, "c": {"accuracy": 1.0}}
-    found = group_by_difficulty(questions, values)
-    assert list(found) == ["easy", "hard"]
-    assert (found["hard"]["n"], found["hard"]["scores"]["accuracy"]["value"]) == (2, 0.5)
-    assert found["easy"]["scores"]["accuracy"]["stderr"] is None
+    groups = group_by_difficulty(questions, values)
+    assert list(groups) == ["easy", "hard"]
+    assert (groups["hard"]["n"], groups["hard"]["scores"]["accuracy"]["value"]) == (2, 0.5)
+    assert groups["easy"]["scores"]["accuracy"]["stderr"] is None

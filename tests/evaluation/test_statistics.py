@@ -36,9 +36,9 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     for _ in range(400):
         difficulty = random.uniform(0, 1, 200)  # of each question; 8 samples of one are alike in it
         values = random.binomial(8, difficulty) / 8
-        found = estimate(values.tolist())
-        assert found.low is not None and found.high is not None
-        covered += found.low <= 0.5 <= found.high
+        mean = estimate(values.tolist())
+        assert mean.low is not None and mean.high is not None
+        covered += mean.low <= 0.5 <= mean.high
     assert 0.92 <= covered / 400 <= 0.98
 
 
@@ -50,8 +50,8 @@ def test_standard_error_is_of_questions_not_of_samples() -> None:
 
 
 def test_one_question_has_no_error() -> None:
-    found = estimate([1.0])
-    assert (found.value, found.stderr, found.low, found.high) == (1.0, None, None, None)
+    mean = estimate([1.0])
+    assert (mean.value, mean.stderr, mean.low, mean.high) == (1.0, None, None, None)
     with pytest.raises(ValueError, match="at least"):
         estimate([])
 

@@ -69,10 +69,10 @@ def test_what_is_not_is_none(one: object) -> None:
 def answered(model: Model, strategy: object, row: dict[str, object]) -> Answer:
     (job,) = jobs(1)
     question = Question(job.question.key, job.question.prompt, row)
-    found: list[Answer] = []
+    answers: list[Answer] = []
     to_answer = [type(job)(question, 0)]
-    answer_all(model, to_answer, strategy, Sampling(8), 0, lambda asked: found.append(asked.answer))
-    return found[0]
+    answer_all(model, to_answer, strategy, Sampling(8), 0, lambda job_answer: answers.append(job_answer.answer))
+    return answers[0]
 
 
 def reader(prompt: str, _: int) -> str:
@@ -95,8 +95,8 @@ def test_adaptive_answers_after_k_steps_and_thinks_where_there_is_nothing_to_loo
 
 def test_fixed_k_takes_k_steps_whatever_the_model_says() -> None:
     model = Model(reader)
-    found = answered(model, FixedRetrieval(Retrieval.Config(k=2)), DOCUMENTS)
-    assert (found.text, found.iterations, len(model.prompts)) == ("7", 3, 3)
+    answer = answered(model, FixedRetrieval(Retrieval.Config(k=2)), DOCUMENTS)
+    assert (answer.text, answer.iterations, len(model.prompts)) == ("7", 3, 3)
     assert "sun" not in model.prompts[-1]
     with pytest.raises(Exception, match=r"FixedRetrieval .*question 1: ValueError: .*\bdocuments\b"):
         answered(model, FixedRetrieval(Retrieval.Config()), {"documents": "rain"})

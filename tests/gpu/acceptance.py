@@ -205,13 +205,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def _arguments(argv: Sequence[str]) -> Namespace:
     names = [check.name for check in CHECKS]
-    asked = [check.name for check in CHECKS if check.asked]
+    on_request = [check.name for check in CHECKS if check.on_request]
     parser = Parser("acceptance.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all checks together")
     parser.add_argument(
         "--json", type=Path, metavar="DIR", help="write acceptance.jsonl and every check's output there"
     )
-    only = f"of {', '.join(names)}; only so: {', '.join(asked)}"
+    only = f"of {', '.join(names)}; only so: {', '.join(on_request)}"
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=only)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, what can run there")
     options = parser.parse_args(argv)
@@ -237,7 +237,7 @@ def _n_gpus(gpus: Gpus | None, rehearse: bool) -> int:
 def _main(argv: Sequence[str]) -> int:
     options, gpus = _arguments(argv), read_gpus()
     n_gpus = _n_gpus(gpus, options.rehearse)
-    checks = [check for check in CHECKS if (check.name in options.only if options.only else not check.asked)]
+    checks = [check for check in CHECKS if (check.name in options.only if options.only else not check.on_request)]
     about, ended = versions(gpus), []
     results = None if options.rehearse else RESULTS / f"gpu-{time.strftime('%Y-%m-%d')}.json"
     with tempfile.TemporaryDirectory(prefix="gkd-acceptance-", ignore_cleanup_errors=True) as temporary:

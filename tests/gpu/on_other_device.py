@@ -194,15 +194,15 @@ def main(names: list[str]) -> int:
     print(json.dumps({"check": "notices", "ok": noticed, "figures": 0, "difference": 0.0}), flush=True)
     failed = int(not noticed)
     for name in names or list(CHECKS):
-        found: list[list[Any]] = []
+        figures: list[list[Any]] = []
         for device in ("cpu", "cuda"):
             with tempfile.TemporaryDirectory() as directory:
                 if device == "cpu":
-                    found.append(list(CHECKS[name]("cpu", Path(directory))))
+                    figures.append(list(CHECKS[name]("cpu", Path(directory))))
                     continue
                 with other_device.entered():
-                    found.append(list(CHECKS[name]("cuda", Path(directory))))
-        host, other = found
+                    figures.append(list(CHECKS[name]("cuda", Path(directory))))
+        host, other = figures
         most = max(difference(a, b) for a, b in zip(other, host, strict=True))
         ok = most < TOLERANCE.get(name, TOLERANCE["float32"])
         failed += not ok

@@ -57,14 +57,14 @@ SEQUENCES = [[3, 4, 5], [7, 0], [1, 2, 3, 4, 5, 6, 7, 0, 0], [9]]
 
 def test_ratings_are_the_models_own(engine: Classifier, path: Path) -> None:
     """Also of sequences that end with the id the model calls padding."""
-    found = engine.rate([np.array(ids, np.int32) for ids in SEQUENCES])
-    assert found == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
+    ratings = engine.rate([np.array(ids, np.int32) for ids in SEQUENCES])
+    assert ratings == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
 
 
 def test_a_batch_in_which_every_id_occurs(engine: Classifier, path: Path) -> None:
     every = [list(range(VOCABULARY)), [2, 3]]
-    found = engine.rate([np.array(ids, np.int32) for ids in every])
-    assert found == pytest.approx([expected(path, ids) for ids in every], abs=1e-5)
+    ratings = engine.rate([np.array(ids, np.int32) for ids in every])
+    assert ratings == pytest.approx([expected(path, ids) for ids in every], abs=1e-5)
 
 
 def test_over_the_wire(engine: Classifier, path: Path) -> None:
@@ -97,6 +97,6 @@ def test_what_is_put_before_it() -> None:
     assert reward_model_ids(prompt, ids, "c", plain, True).tolist() == [5, 6, 7]  # the very tokens
     assert reward_model_ids(prompt, ids, " c", plain, False).tolist() == plain("a b c")["input_ids"]
     assert reward_model_ids(prompt, ids, "c", chat, False).tolist() == plain("<user> a b <assistant> c")["input_ids"]
-    asked = Prompt(0, ids, "", messages=({"role": "system", "content": "d"}, {"role": "user", "content": "a"}))
-    said = plain("<system> d <user> a <assistant> c")["input_ids"]
-    assert reward_model_ids(asked, ids, "c", chat, False).tolist() == said
+    chat_prompt = Prompt(0, ids, "", messages=({"role": "system", "content": "d"}, {"role": "user", "content": "a"}))
+    chat_ids = plain("<system> d <user> a <assistant> c")["input_ids"]
+    assert reward_model_ids(chat_prompt, ids, "c", chat, False).tolist() == chat_ids

@@ -36,9 +36,9 @@ def test_tails_equal_sums_in_float64(rest: float) -> None:
     top = logits.topk(5).indices
     exact = torch.softmax(logits, -1).scatter(-1, top, 0.0).sum(-1)
     for scores, normalised in ((logits.float(), False), (torch.log_softmax(logits.float(), -1), True)):
-        found = tail_logprobs(scores, top, normalised)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double().exp(), exact, rtol=2e-5, atol=0)
+        tails = tail_logprobs(scores, top, normalised)
+        assert tails.dtype == torch.float32
+        torch.testing.assert_close(tails.double().exp(), exact, rtol=2e-5, atol=0)
     if rest == 22.0:
         assert (exact > 1e-9).all() and (exact < 1e-6).all()
         subtracted = 1 - torch.log_softmax(logits.float(), -1).gather(-1, top).exp().sum(-1)

@@ -42,18 +42,18 @@ def run(engine: TorchScorer, requests: list[Any]) -> list[Any]:
     for key, request in enumerate(requests):
         engine.limits.check(request)
         engine.add(key, request)
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     while engine.has_unfinished_requests():
-        found |= dict(engine.step())
-    return [found[key] for key in range(len(requests))]
+        results |= dict(engine.step())
+    return [results[key] for key in range(len(requests))]
 
 
 def mixed() -> list[ScoreRequest]:
     """Requests of every kind and of many lengths."""
     kinds = [(3, 1.0, None), (FULL_VOCABULARY, 0.7, None), (0, 1.0, None), (8, 2.5, 90), (90, 1.0, 90), (5, 0.7, 200)]
-    found = [a_request(1 + 3 * i, 20 + 2 * i, k, t, v, i) for i, (k, t, v) in enumerate(itertools.chain(kinds, kinds))]
+    single = [a_request(1 + 3 * i, 20 + 2 * i, k, t, v, i) for i, (k, t, v) in enumerate(itertools.chain(kinds, kinds))]
     several = replace(a_request(8, 40, 4, seed=99), spans=((8, 20), (26, 27), (31, 48)))
-    return [*found, several, a_request(127, 1, 4, seed=100), a_request(1, 127, 4, seed=101), a_request(1, 1, 4)]
+    return [*single, several, a_request(127, 1, 4, seed=100), a_request(1, 127, 4, seed=101), a_request(1, 1, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,10 @@ def test_answers_of_a_pass_come_while_the_next_is_under_way(llama: tuple[Path, A
     for key, request in enumerate(requests):
         engine.add(key, request)
     assert not list(engine.step()) and engine.has_unfinished_requests()
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     while engine.has_unfinished_requests():
-        found |= dict(engine.step())
-    assert all(same(found[key], expected[key]) for key in range(len(requests)))
+        results |= dict(engine.step())
+    assert all(same(results[key], expected[key]) for key in range(len(requests)))
 
 
 def greedy(model: Any, prompt: Int32, n: int) -> list[int]:
@@ -152,10 +152,10 @@ def test_prompts_are_continued_greedily(family: str, tmp_path: Path) -> None:
     engine = TorchScorer(spec_of(tmp_path))
     prompts = [GenerateRequest(a_request(2 + i, 1, 0, seed=100 + i).token_ids, 3 + 5 * (i % 3)) for i in range(9)]
     scores = mixed()[:3]
-    found = run(engine, [*prompts, *scores])
-    for prompt, answer in zip(prompts, found, strict=False):
+    results = run(engine, [*prompts, *scores])
+    for prompt, answer in zip(prompts, results, strict=False):
         assert answer.tolist() == greedy(model, prompt.prompt_ids, prompt.max_tokens)
-    for request, target in zip(scores, found[len(prompts) :], strict=True):
+    for request, target in zip(scores, results[len(prompts) :], strict=True):
         check(request, target, model)
 
 

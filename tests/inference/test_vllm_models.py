@@ -51,9 +51,9 @@ def test_what_has_no_kernel_is_named(
     kind: str, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.inference.vllm_models.find_spec", lambda _: None)
-    found = find_cpu_obstacle(AutoConfig.for_model(kind, **SMALL | changed))
-    assert found is not None
-    assert __import__("re").search(reason, found), found
+    obstacle = find_cpu_obstacle(AutoConfig.for_model(kind, **SMALL | changed))
+    assert obstacle is not None
+    assert __import__("re").search(reason, obstacle), obstacle
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -40,8 +40,8 @@ def chunked_loss(hidden, head, targets, loss, chunk, weights):
     """The weighted sum of a loss as :mod:`gkd.losses.objective` forms it, and the diagnostics."""
 
     def values_at(logits, start):
-        found = position_losses(logits, targets.rows(start, start + len(logits)), loss)
-        return {"loss": found.loss, **found.diagnostics()}
+        result = position_losses(logits, targets.rows(start, start + len(logits)), loss)
+        return {"loss": result.loss, **result.diagnostics()}
 
     def with_share(logits, start):
         values = values_at(logits, start)

@@ -26,19 +26,19 @@ lengths = st.lists(st.integers(1, 300), max_size=60)
 
 
 @given(lengths, st.integers(1, 400))
-def test_pack_keeps_every_sequence_within_the_budget(found: list[int], budget: int) -> None:
-    bins = pack(found, budget)
-    assert sorted(i for part in bins for i in part) == list(range(len(found)))
-    assert all(sum(found[i] for i in part) <= budget or len(part) == 1 for part in bins)
+def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: int) -> None:
+    bins = pack(sizes, budget)
+    assert sorted(i for part in bins for i in part) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in part) <= budget or len(part) == 1 for part in bins)
 
 
 @given(lengths, st.integers(1, 9))
-def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(found: list[int], ranks: int) -> None:
-    shares = balance_over_ranks(found, ranks)
+def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(sizes: list[int], ranks: int) -> None:
+    shares = balance_over_ranks(sizes, ranks)
     assert len(shares) == ranks
-    assert sorted(i for part in shares for i in part) == list(range(len(found)))
-    loads = [sum(found[i] for i in part) for part in shares]
-    assert max(loads) - min(loads) <= max(found, default=0)
+    assert sorted(i for part in shares for i in part) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in part) for part in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> None:
@@ -105,11 +105,11 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
     parts = pack([len(s.sample.token_ids) for s in samples], 40)
     assert 1 < len(parts) < len(samples)
     batches = [micro_batch([samples[i] for i in part], [weights[i] for i in part]) for part in parts]
-    total, found = gradients(student, batches, algorithm, chunk=5)
+    total, grads = gradients(student, batches, algorithm, chunk=5)
     assert total == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert found.keys() == reference.keys()
+    assert grads.keys() == reference.keys()
     for key, value in reference.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=key)
+        torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=key)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -123,20 +123,20 @@ def test_two_times_two_is_four(name: str, aggregation: str, tmp_path) -> None:
     weights = token_weights(lengths, [True] * 4, aggregation, 12)
     halves = [micro_batch(samples[i : i + 2], weights[i : i + 2]) for i in (0, 2)]
     total, expected = gradients(student, [micro_batch(samples, weights)], OBJECTIVES[name])
-    again, found = gradients(student, halves, OBJECTIVES[name])
+    again, grads = gradients(student, halves, OBJECTIVES[name])
     assert again == pytest.approx(total, rel=1e-5, abs=1e-7)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()), msg=key)
+        torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()), msg=key)
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path) -> None:
     models.make("llama").save_pretrained(tmp_path)
     batch = [micro_batch(models.scored(4))]
     total, expected = gradients(load(tmp_path), batch, Algorithm())
-    again, found = gradients(load(tmp_path, gradient_checkpointing=True), batch, Algorithm())
+    again, grads = gradients(load(tmp_path, gradient_checkpointing=True), batch, Algorithm())
     assert again == pytest.approx(total, rel=1e-6)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grads[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_is_off_in_training(tmp_path) -> None:

@@ -69,7 +69,7 @@ def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, 
     micro, rows, advantages = every_token(sampler, logits, old)
     algorithm = Algorithm.model_validate({**how, "importance_sampling": {"level": level, "cap": 1e6}})
     total, _ = objective(micro, algorithm, Rollout(n=2), chunk=7)(rows, lambda x: x)
-    found = torch.autograd.grad(total, logits, retain_graph=True)[0]
+    gradient = torch.autograd.grad(total, logits, retain_graph=True)[0]
     log_q = logits.log_softmax(-1)
     assert micro.reference_logprobs is not None and micro.targets is not None
     if kind == "teacher":
@@ -78,7 +78,7 @@ def test_off_policy_the_gradient_is_on_average_the_one_on_policy(how: dict[str, 
         exact = -(log_q.exp() * advantages).sum()
     if kind == "penalty":
         exact = exact + 0.3 * (log_q.exp() * (log_q - micro.reference_logprobs)).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.7), (0.8, 0.9), (1.3, 0.4), (0.8, 1.0)])
@@ -100,13 +100,13 @@ def test_from_a_nucleus_the_gradient_is_that_of_the_nucleus(
     micro, rows, advantages = every_token(log_q.detach().exp(), logits, None)
     rollout = Rollout(n=2, temperature=temperature, top_p=top_p)
     total, measured = objective(micro, Algorithm.model_validate(how), rollout, chunk=7)(rows, lambda x: x)
-    found = torch.autograd.grad(total, logits, retain_graph=True)[0]
+    gradient = torch.autograd.grad(total, logits, retain_graph=True)[0]
     own = log_q[nucleus]
     exact = -(own.exp() * advantages[nucleus]).sum()
     if "kl" in how:
         assert micro.reference_logprobs is not None
         exact = exact + 0.3 * (own.exp() * (own - micro.reference_logprobs[nucleus])).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
     assert measured.sums["mismatch/kl"][nucleus].abs().max() < 1e-12
     # Log-probabilities that are kept for later updates are of the nucleus as well.
     config = load({"rollout": {"n": 2, "temperature": temperature, "top_p": top_p}})

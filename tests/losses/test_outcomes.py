@@ -27,14 +27,14 @@ def by_autograd(logits, ids, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_and_gradients_are_those_of_autograd(k, temperature):
     logits, ids = random_case(k)
-    found, expected = outcomes(logits, ids, temperature), by_autograd(logits, ids, temperature)
-    torch.testing.assert_close(tuple(found[:3]), expected)
-    log_q = logits / temperature - (found.highest + found.log_sum)[:, None]
+    result, expected = outcomes(logits, ids, temperature), by_autograd(logits, ids, temperature)
+    torch.testing.assert_close(tuple(result[:3]), expected)
+    log_q = logits / temperature - (result.highest + result.log_sum)[:, None]
     torch.testing.assert_close(log_q, torch.log_softmax(logits / temperature, -1))
     slopes = [torch.randn(value.shape, dtype=torch.float64) for value in expected[:2]]
-    gradients = [torch.autograd.grad(values[:2], logits, slopes, retain_graph=True)[0] for values in (found, expected)]
+    gradients = [torch.autograd.grad(values[:2], logits, slopes, retain_graph=True)[0] for values in (result, expected)]
     torch.testing.assert_close(*gradients)
-    assert not any(value.requires_grad for value in found[2:])
+    assert not any(value.requires_grad for value in result[2:])
 
 
 def test_it_passes_gradcheck():
@@ -55,10 +55,10 @@ def test_what_is_left_is_exact_however_small():
 
 def test_impossible_tokens_have_no_nan():
     logits = torch.tensor([[1.0, -INF, 2.0, -INF], [1.0, -INF, 2.0, 0.5]], requires_grad=True)
-    found = outcomes(logits, torch.tensor([[0, 2], [0, 2]]))
-    others = found.others.clamp(min=MIN_LOGPROB)
-    (others.sum() + found.chosen.sum()).backward()
+    result = outcomes(logits, torch.tensor([[0, 2], [0, 2]]))
+    others = result.others.clamp(min=MIN_LOGPROB)
+    (others.sum() + result.chosen.sum()).backward()
     assert others[0] == MIN_LOGPROB and others[1] > -3
-    assert logits.grad.isfinite().all() and found.entropy.isfinite().all()
+    assert logits.grad.isfinite().all() and result.entropy.isfinite().all()
     known = torch.softmax(torch.tensor([1.0, 2.0, 0.5]), 0)
-    torch.testing.assert_close(found.entropy[1], -(known * known.log()).sum().detach())
+    torch.testing.assert_close(result.entropy[1], -(known * known.log()).sum().detach())

@@ -68,12 +68,12 @@ def test_cispo_truncates_the_weight_from_above_alone_and_keeps_every_gradient(si
 def test_means_and_sums_over_sequences(sizes: list[int]) -> None:
     log_q, _, _, bounds = a_case(sizes)
     for function, divide in ((pg.sequence_mean, True), (pg.sequence_sum, False)):
-        found = function(log_q, bounds)
+        values = function(log_q, bounds)
         expected = []
         for start, stop in pairwise(bounds.tolist()):
             total = sum(log_q[start:stop].tolist())
             expected += [total / (stop - start) if divide else total] * (stop - start)
-        assert found.tolist() == pytest.approx(expected, rel=1e-12)
+        assert values.tolist() == pytest.approx(expected, rel=1e-12)
     assert torch.autograd.gradcheck(lambda x: pg.sequence_mean(x, bounds), (log_q,))
 
 
@@ -113,7 +113,7 @@ def test_a_penalty_is_on_average_what_its_name_says(estimator: Estimator, moved:
 @pytest.mark.parametrize("mask", [False, True])
 def test_importance_weights_one_by_one(level: str, mask: bool) -> None:
     trainer, sampler, _, bounds = a_case([3, 1, 4, 2], seed=5)
-    found = pg.importance_weights(trainer, sampler, bounds, level, mask, 1.3).tolist()
+    weights = pg.importance_weights(trainer, sampler, bounds, level, mask, 1.3).tolist()
     assert not pg.importance_weights(trainer, sampler, bounds, level, mask, 1.3).requires_grad
     ratios = [math.exp(a - b) for a, b in zip(trainer.tolist(), sampler.tolist(), strict=True)]
     expected: list[float] = []
@@ -122,8 +122,8 @@ def test_importance_weights_one_by_one(level: str, mask: bool) -> None:
         if level == "sequence":
             own = [math.prod(own)] * len(own)
         expected += [r * (1 / 1.3 <= r <= 1.3) if mask else min(r, 1.3) for r in own]
-    assert found == pytest.approx(expected, rel=1e-9)
-    assert len(set(found)) > 1  # the case tells something
+    assert weights == pytest.approx(expected, rel=1e-9)
+    assert len(set(weights)) > 1  # the case tells something
 
 
 def test_bad_sequences_that_have_moved_far_are_left_out() -> None:

@@ -43,13 +43,13 @@ def staying(probabilities: list[float], top_p: float = 1.0, top_k: int | None = 
 def test_what_stays_is_what_brute_force_finds(how: dict[str, Any]) -> None:
     torch.manual_seed(0)
     log_q = (2 * torch.randn(20, 12, dtype=torch.float64)).log_softmax(-1)
-    found, mass = truncate_logprobs(log_q, Sampling(1, **how)), log_mass(log_q, Sampling(1, **how))
+    truncated, mass = truncate_logprobs(log_q, Sampling(1, **how)), log_mass(log_q, Sampling(1, **how))
     for row, probabilities in enumerate(log_q.exp().tolist()):
         kept = staying(probabilities, **how)
         total = sum(probabilities[v] for v in kept)
         assert mass[row].item() == pytest.approx(math.log(total), abs=1e-12)
         expected = [math.log(p / total) if v in kept else -math.inf for v, p in enumerate(probabilities)]
-        assert found[row].tolist() == pytest.approx(expected, abs=1e-12)
+        assert truncated[row].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"min_p": 0.4}, {"top_p": 0.7, "top_k": 4, "min_p": 0.1}], ids=str)
@@ -64,9 +64,9 @@ def test_the_gradient_is_that_of_what_was_sampled_from(how: dict[str, Any], name
     micro, rows, advantages = every_token(log_q.detach().exp(), logits, None)
     rollout = Rollout(n=2, temperature=0.8, **how)
     total, measured = objective(micro, Algorithm(name=name), rollout, chunk=7)(rows, lambda x: x)
-    found = torch.autograd.grad(total, logits, retain_graph=True)[0]
+    gradient = torch.autograd.grad(total, logits, retain_graph=True)[0]
     exact = -(log_q[kept].exp() * advantages[kept]).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0], rtol=1e-9, atol=1e-12)
     assert measured.sums["mismatch/kl"][kept].abs().max() < 1e-12
 
 
@@ -77,7 +77,7 @@ def test_the_penalty_is_for_tokens_before_a_position_in_its_own_response(chunk: 
     bounds = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]))
     ids = torch.tensor(rng.integers(0, 4, sum(lengths)))
     logits = torch.randn(sum(lengths), 6)
-    found = torch.cat(
+    penalised = torch.cat(
         [
             apply_presence_penalty(part, start * chunk, ids, bounds, 0.7)
             for start, part in enumerate(logits.split(chunk))
@@ -86,4 +86,4 @@ def test_the_penalty_is_for_tokens_before_a_position_in_its_own_response(chunk: 
     for row in range(len(ids)):
         first = max(int(b) for b in bounds if b <= row)
         expected = [x - 0.7 * (v in ids[first:row].tolist()) for v, x in enumerate(logits[row].tolist())]
-        assert found[row].tolist() == pytest.approx(expected, abs=1e-6)
+        assert penalised[row].tolist() == pytest.approx(expected, abs=1e-6)

@@ -28,25 +28,25 @@ from tests.observability.runs import NASTY, lines, make_run, row, sample
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    data: dict[str, Any] = json.loads(match[1])
     return data
 
 
 def test_figures_are_those_of_the_files(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", samples=[sample(1, 0), sample(1, 1)])
-    (found,) = data_of(page([RunFiles(run)]))["runs"]
-    for number, step in enumerate(found["steps"]):
+    (page_run,) = data_of(page([RunFiles(run)]))["runs"]
+    for number, step in enumerate(page_run["steps"]):
         for name, value in row(step).items():
             if name != "step":
-                assert found["metrics"][name][number] == pytest.approx(value, rel=1e-6), name
-    assert found["metrics"]["actor/loss"][0] is None  # of step 0, which has none
-    assert found["version"] == "0.2.0"
-    low, high = found["intervals"]["val/accuracy"]["after"]
+                assert page_run["metrics"][name][number] == pytest.approx(value, rel=1e-6), name
+    assert page_run["metrics"]["actor/loss"][0] is None  # of step 0, which has none
+    assert page_run["version"] == "0.2.0"
+    low, high = page_run["intervals"]["val/accuracy"]["after"]
     # Wilson's interval of 45 of 100, as statsmodels' proportion_confint(45, 100, method="wilson") has it
     assert (low, high) == pytest.approx((0.35615, 0.54756), abs=1e-5)
-    assert [s["response"] for s in found["samples"]] == [NASTY, NASTY]
+    assert [s["response"] for s in page_run["samples"]] == [NASTY, NASTY]
 
 
 def test_no_text_ends_the_script_that_it_is_in(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatc
     assert len(read_samples(file, texts)) == 400
     monkeypatch.setattr(chosen, "MAX_SAMPLES", 40)
     monkeypatch.setattr(chosen, "MAX_TOKENS", 80)
-    found = read_samples(file, texts)
-    steps = sorted({s["step"] for s in found})
-    assert len(found) == 40 and len(steps) == 10 and steps[0] == 1 and steps[-1] == 100
+    samples = read_samples(file, texts)
+    steps = sorted({s["step"] for s in samples})
+    assert len(samples) == 40 and len(steps) == 10 and steps[0] == 1 and steps[-1] == 100
     assert {b - a for a, b in pairwise(steps)} == {11}
-    detailed = {s["step"] for s in found if "tokens" in s}
+    detailed = {s["step"] for s in samples if "tokens" in s}
     assert 100 in detailed and len(detailed) == 5  # of 16 tokens each
-    tokens = next(s["tokens"] for s in found if s["step"] == 100)
+    tokens = next(s["tokens"] for s in samples if s["step"] == 100)
     assert [texts.list_all()[number] for number in tokens["t"]] == ["t0", "t1", "t2", "t3"]
     assert tokens["h"][:3] == [-0.5, None, -2.5] and texts.list_all()[tokens["k"][0][1][0]] == "t"
     assert read_samples(tmp_path / "missing.jsonl", texts) == []
@@ -146,9 +146,10 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     empty.mkdir()
     bad = [[str(other)], [str(empty)], [str(one), "--every", "0"], [str(one), "--output", str(tmp_path / "no/where")]]
     assert [main(arguments) for arguments in bad] == [2] * 4
-    said = capfd.readouterr().err.splitlines()
+    errors = capfd.readouterr().err.splitlines()
     assert all(
-        contains_in_order(line, datum) for line, datum in zip(said, (other, empty, "--every", "--output"), strict=True)
+        contains_in_order(line, datum)
+        for line, datum in zip(errors, (other, empty, "--every", "--output"), strict=True)
     )
 
 
@@ -159,9 +160,9 @@ def test_wilson_at_the_ends() -> None:
 
 def test_intervals_of_sets_are_of_their_standard_errors() -> None:
     values = {"val/accuracy": 0.45, "val/hard/accuracy": 0.5, "val/hard/stderr": 0.1, "val/one/accuracy": 1.0}
-    found = read_intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
-    assert set(found) == {"val/accuracy", "val/hard/accuracy"}  # one question alone has no standard error
-    assert found["val/hard/accuracy"]["after"] == pytest.approx((0.304, 0.696), abs=1e-3)
+    intervals = read_intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
+    assert set(intervals) == {"val/accuracy", "val/hard/accuracy"}  # one question alone has no standard error
+    assert intervals["val/hard/accuracy"]["after"] == pytest.approx((0.304, 0.696), abs=1e-3)
     assert set(read_intervals({"before": {}, "after": values})) == {"val/hard/accuracy"}
 
 

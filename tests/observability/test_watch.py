@@ -11,7 +11,7 @@ from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
 
 
 @pytest.mark.parametrize(
-    ("metrics", "said"),
+    ("metrics", "parts"),
     [
         ({"response/clip_ratio": 0.06}, ["6% of the responses", "rollout.max_response_length=256"]),
         ({"distill/reverse_kl": 5.1}, ["watch.distill_kl=[0, 5]", "actor.lr"]),
@@ -21,7 +21,7 @@ from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
         ({"reward/judge/seconds": 7.0}, ["7.0 s a sample", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
     ],
 )
-def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, float], said: list[str]) -> None:
+def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, float], parts: list[str]) -> None:
     judge = {"url": "http://host/v1", "model": "m"}
     reward = {"functions": ["judge"], "judge": judge}
     watch = {"reward_kl": {"judge": [0, 0.2]}}
@@ -30,7 +30,7 @@ def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, flo
     )
     ((name, text),) = warnings(config, metrics)
     assert name in metrics
-    assert all(part in text for part in said)
+    assert all(part in text for part in parts)
 
 
 def test_a_correction_is_advised_where_there_is_one() -> None:

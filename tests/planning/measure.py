@@ -24,7 +24,7 @@ from tests.planning.tensor_bytes import TensorBytes
 def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | None) -> list[ScoredSample]:
     """Random samples of these lengths, the last ``response`` tokens theirs; K targets each, none where k is None."""
     rng = np.random.default_rng(0)
-    found = []
+    scored = []
     for i, length in enumerate(lengths):
         ids = rng.integers(0, vocabulary, length).astype(np.int32)
         target = None
@@ -37,8 +37,8 @@ def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | Non
         sampled = np.full(response, -3, np.float32)
         reference = np.full(response, -3, np.float32)
         sample = Sample.single_turn(request, ids[length - response :], sampled, 0, "stop")
-        found.append(ScoredSample(sample, target, reference))
-    return found
+        scored.append(ScoredSample(sample, target, reference))
+    return scored
 
 
 def student_of(config: PretrainedConfig, run: Config) -> Student:

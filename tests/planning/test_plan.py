@@ -27,22 +27,22 @@ from tests.planning.layouts import DATA
 def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     out = tmp_path / "plan.json"
     assert main([*arguments, "--json", str(out)]) in (0, 1)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu")
+    result = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu")
     printed = capsys.readouterr().out
-    actor, rollout = found["memory"]
+    actor, rollout = result["memory"]
     assert (actor["group"], rollout["group"], rollout["n_gpus"]) == ("actor", "rollout", 3)
     assert actor["items"]["weights"] == 4 * 1_543_714_304
     assert rollout["items"]["weights"] == 2 * 1_543_714_304
     assert actor["total"] == pytest.approx(sum(actor["items"].values()))
-    assert [step["staleness"] for step in found["pipeline"]] == [0, 1, 2]
-    for group in found["memory"]:
+    assert [step["staleness"] for step in result["pipeline"]] == [0, 1, 2]
+    for group in result["memory"]:
         assert f"{group['total'] / 1e9:.1f}" in printed
-    assert f"{found['pipeline'][0]['seconds']:.2f}" in printed
+    assert f"{result['pipeline'][0]['seconds']:.2f}" in printed
 
 
 def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,9 +71,9 @@ def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: py
     assert not _shared(other)
 
 
-def _shared(found: dict[str, Any]) -> bool:
+def _shared(result: dict[str, Any]) -> bool:
     """Whether a group has less than all of its GPU."""
-    return any(group["available"] < found["hardware"]["memory"] for group in found["memory"])
+    return any(group["available"] < result["hardware"]["memory"] for group in result["memory"])
 
 
 def test_what_a_run_refuses_is_not_offered(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +85,8 @@ def test_what_a_run_refuses_is_not_offered(model: str, capsys: pytest.CaptureFix
 
 def test_checkpointing_and_micro_batches_show_in_the_activations(model: str, tmp_path: Path) -> None:
     def activations(*overrides: str) -> float:
-        found = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu", *overrides)
-        value: float = found["memory"][0]["items"]["activations"]
+        result = planned(tmp_path, "+recipe=grpo", f"model.path={model}", "placement=8gpu", *overrides)
+        value: float = result["memory"][0]["items"]["activations"]
         return value
 
     full = activations()
@@ -95,9 +95,9 @@ def test_checkpointing_and_micro_batches_show_in_the_activations(model: str, tmp
 
 
 def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
-    found = models_of(compose(["+recipe=on_policy_distill"]))
+    models = models_of(compose(["+recipe=on_policy_distill"]))
     teacher, student = recipes(SortDigits.Config(), 0)
-    for recipe, shape in ((teacher, found.teacher), (student, found.student)):
+    for recipe, shape in ((teacher, models.teacher), (student, models.student)):
         assert shape is not None
         assert shape.n_parameters == sum(p.numel() for p in new_model(recipe).parameters())
 
@@ -163,12 +163,12 @@ def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None
                     "perf/tokens_per_second": 512 * 150 / 10.5,
                 }
             )  # fmt: skip
-    found = planned(tmp_path, *overrides, "--from", str(run))
-    assert (found["workload"]["prompt"], found["workload"]["response"]) == (50, 100)
-    assert found["stages"]["generate"] == pytest.approx(3.0)
-    assert found["stages"]["update"] == pytest.approx(7.0)
-    assert found["stages"]["sync"] == pytest.approx(0.5)
-    steps = {step["staleness"]: step["seconds"] for step in found["pipeline"]}
+    result = planned(tmp_path, *overrides, "--from", str(run))
+    assert (result["workload"]["prompt"], result["workload"]["response"]) == (50, 100)
+    assert result["stages"]["generate"] == pytest.approx(3.0)
+    assert result["stages"]["update"] == pytest.approx(7.0)
+    assert result["stages"]["sync"] == pytest.approx(0.5)
+    steps = {step["staleness"]: step["seconds"] for step in result["pipeline"]}
     assert steps[0] == pytest.approx(3.0 + 7.0 + 0.5, rel=0.1)  # less what streaming hides
     wider = planned(tmp_path, *overrides, "--from", str(run), "trainer.n_gpus_per_node=2")
     assert 3.0 < wider["stages"]["update"] < 4.5

@@ -140,8 +140,8 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_describes_no_model_is_one_error(case: str, tmp_path: Path) -> None:
-    found, message = WRONG[case]
-    (tmp_path / "config.json").write_text(found if isinstance(found, str) else json.dumps(found))
+    content, message = WRONG[case]
+    (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ConfigError, match=f"model.path=.*: config.json .*{message}"):
         read_shape(str(tmp_path), "model.path")
 

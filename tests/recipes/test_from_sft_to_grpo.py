@@ -16,9 +16,9 @@ from gkd.recipes.from_sft_to_grpo import prepare as recipe
 
 
 def test_every_step_of_every_answer_is_right_and_leads_to_the_last_line() -> None:
-    found = list(recipe.problems(300, seed=0))
-    assert len({question for question, _ in found}) == 300
-    for question, answer in found:
+    problems = list(recipe.problems(300, seed=0))
+    assert len({question for question, _ in problems}) == 300
+    for question, answer in problems:
         *steps, last = answer.split("\n")
         results = []
         for step in steps:

@@ -40,8 +40,8 @@ def test_seeds_share_the_teacher_and_validation_but_not_student_and_training_dat
 
 def test_training_stops_at_the_wanted_accuracy_and_is_the_same_for_the_same_seed() -> None:
     _, student = recipes(SortDigits.Config(digits=2, student_steps=400), seed=3)
-    said: list[str] = []
-    first, second = ((model := warmup.new_model(student), warmup.train(model, student, said.append)) for _ in range(2))
+    lines: list[str] = []
+    first, second = ((model := warmup.new_model(student), warmup.train(model, student, lines.append)) for _ in range(2))
     assert first[1] == second[1]
     assert first[1].steps < 400
     assert first[1].accuracy >= 0.25

@@ -14,8 +14,8 @@ from gkd.rewards.accuracy import agreement
 
 
 def test_the_example_of_the_module() -> None:
-    found = sorting.example(np.array([3, 1, 4, 1, 5, 9, 2, 6]))
-    assert (found.prompt, found.answer) == ("3 1 4 1 5 9 2 6 =", "1 1 2 3 4 5 6 9")
+    example = sorting.example(np.array([3, 1, 4, 1, 5, 9, 2, 6]))
+    assert (example.prompt, example.answer) == ("3 1 4 1 5 9 2 6 =", "1 1 2 3 4 5 6 9")
 
 
 @pytest.mark.parametrize("digits", [2, 3, 4, 8, 32])
@@ -26,9 +26,9 @@ def test_splits_are_disjoint_different_and_right(digits: int) -> None:
     assert not train_prompts & val_prompts
     assert (len(train_prompts), len(val_prompts)) == (len(train), len(val))
     for row in train + val:
-        given = row.prompt.removesuffix(" =").split()
-        assert len(given) == digits
-        assert row.answer.split() == sorted(given)
+        numbers = row.prompt.removesuffix(" =").split()
+        assert len(numbers) == digits
+        assert row.answer.split() == sorted(numbers)
 
 
 def test_small_tasks_are_used_up() -> None:

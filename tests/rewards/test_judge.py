@@ -25,7 +25,7 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: list[Any] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.delay_s = 0.0
 
     @property
@@ -38,16 +38,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append({**body, "key": self.headers["authorization"]})
-        said = self.server.says.pop(0)
+        self.server.requests.append({**body, "key": self.headers["authorization"]})
+        reply = self.server.says.pop(0)
         time.sleep(self.server.delay_s)
-        self.send_response(said if isinstance(said, int) else 200)
+        self.send_response(reply if isinstance(reply, int) else 200)
         self.send_header("content-type", "application/json")
         self.end_headers()
-        message = {"role": "assistant", "content": said}
+        message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        self.wfile.write(b"{}" if isinstance(said, int) else json.dumps(answer).encode())
+        self.wfile.write(b"{}" if isinstance(reply, int) else json.dumps(answer).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -73,15 +73,15 @@ def test_the_first_number_is_the_mark(endpoint: Endpoint, monkeypatch: pytest.Mo
     endpoint.says = ["I would say 7.5 of 10"]
     judge = judge_at(endpoint, api_key_env="JUDGE_KEY", prompt="{prompt}|{response}|{answer}")
     assert judge(COMPLETION) == 0.75
-    (asked,) = endpoint.asked
-    assert asked["messages"] == [{"role": "user", "content": "2 + 2 =|it is {answer}|4"}]  # nothing filled in twice
-    assert (asked["model"], asked["temperature"], asked["key"]) == ("m", 0.0, "Bearer secret")
+    (request,) = endpoint.requests
+    assert request["messages"] == [{"role": "user", "content": "2 + 2 =|it is {answer}|4"}]  # nothing filled in twice
+    assert (request["model"], request["temperature"], request["key"]) == ("m", 0.0, "Bearer secret")
 
 
 def test_a_failed_attempt_is_tried_again(endpoint: Endpoint) -> None:
     endpoint.says = [500, "3"]
     assert judge_at(endpoint)(COMPLETION) == pytest.approx(0.3)
-    assert len(endpoint.asked) == 2
+    assert len(endpoint.requests) == 2
 
 
 def test_no_answer_in_time_is_said(endpoint: Endpoint) -> None:

@@ -70,8 +70,8 @@ def test_a_receiver_that_cannot_be_made_ends_the_start_and_not_the_first_push(wo
 
 def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSample]:
     worker.sampler.add([replace(request, key=key) for key, request in enumerate(requests)])
-    found: dict[int, ScoredSample] = {}
-    while len(found) < len(requests):
+    by_key: dict[int, ScoredSample] = {}
+    while len(by_key) < len(requests):
         try:
             item = worker.output_queue._items.get_nowait()
         except queue.Empty:
@@ -81,9 +81,9 @@ def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSam
             continue
         assert isinstance(item, list)
         for training, scored in item:
-            found[training.key] = scored
+            by_key[training.key] = scored
             assert training.finish_reason == scored.sample.finish_reason
-    return [found[key] for key in sorted(found)]
+    return [by_key[key] for key in sorted(by_key)]
 
 
 def test_sampling_stops_where_the_chat_template_ends_a_turn(worker: RolloutWorker) -> None:
@@ -130,13 +130,13 @@ def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_th
     score(0)
     later = threading.Thread(target=lambda: (time.sleep(0.1), score(1, 2)))
     later.start()
-    found = []
+    batches = []
     for _ in messages:
         arrays, samples = next(finished), next(finished)
         assert len(arrays) == len(samples)
-        found.append([sample.key for sample in samples])
+        batches.append([sample.key for sample in samples])
     later.join()
-    assert found == messages
+    assert batches == messages
 
 
 def test_what_ends_the_engine_does_not_wait_for_further_samples(

@@ -57,7 +57,7 @@ def test_a_teachers_template_is_given_the_same_variables(tmp_path: Path) -> None
     student, teacher = tokenizer(TEMPLATE), tokenizer(TEMPLATE + "{% if brief %} d{% endif %}")
     teacher.save_pretrained(tmp_path / "teacher")
     for brief, ending in ((True, "<assistant> d"), (False, "<assistant>")):
-        found = teacher_prompts(
+        prompt_sets = teacher_prompts(
             Teacher(chat_template="own"),
             {"teacher": str(tmp_path / "teacher")},
             student,
@@ -65,17 +65,17 @@ def test_a_teachers_template_is_given_the_same_variables(tmp_path: Path) -> None
             100,
             {"brief": brief},
         )
-        assert all(text.endswith(ending) for text in seen(found["train"], teacher))
+        assert all(text.endswith(ending) for text in seen(prompt_sets["train"], teacher))
 
 
-def seen(found: PromptSet, model: Any) -> list[str]:
-    return [model.decode(prompt.teacher_prompt_ids.tolist()) for prompt in found.prompts]
+def seen(prompt_set: PromptSet, model: Any) -> list[str]:
+    return [model.decode(prompt.teacher_prompt_ids.tolist()) for prompt in prompt_set.prompts]
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_prompts_that_are_the_same_stay_as_they_are(tmp_path: Path, template: str | None) -> None:
-    found = made(tokenizer(template), tokenizer(template), tmp_path, None)
-    assert len(found.prompts) == 3 and all(prompt.teacher_ids is None for prompt in found.prompts)
+    prompt_set = made(tokenizer(template), tokenizer(template), tmp_path, None)
+    assert len(prompt_set.prompts) == 3 and all(prompt.teacher_ids is None for prompt in prompt_set.prompts)
 
 
 def test_different_templates_are_refused_with_both_texts(tmp_path: Path) -> None:
@@ -98,29 +98,29 @@ def test_the_texts_are_shown_around_where_they_differ(tmp_path: Path) -> None:
 def test_special_tokens_around_plain_text_are_compared_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'a d', .*'<eos> a d'"):
         made(tokenizer(), tokenizer(prepends="<eos>"), tmp_path, None)
-    found = made(tokenizer(), tokenizer(prepends="<eos>"), tmp_path, "own")
-    assert seen(found, tokenizer()) == ["<eos> a d", "<eos> d", "<eos> a a a a"]
+    prompt_set = made(tokenizer(), tokenizer(prepends="<eos>"), tmp_path, "own")
+    assert seen(prompt_set, tokenizer()) == ["<eos> a d", "<eos> d", "<eos> a a a a"]
 
 
 def test_own_is_what_the_teachers_tokenizer_makes_of_the_messages(tmp_path: Path) -> None:
     student, teacher = tokenizer(TEMPLATE), tokenizer(OTHER, bos_token="<system>")
-    found = made(student, teacher, tmp_path, "own")
-    for prompt in found.prompts:
+    prompt_set = made(student, teacher, tmp_path, "own")
+    for prompt in prompt_set.prompts:
         expected = teacher.apply_chat_template(list(prompt.messages), add_generation_prompt=True)["input_ids"]
         assert prompt.teacher_prompt_ids.tolist() == expected
         assert prompt.token_ids.tolist() != expected, "the student is prompted as before"
-    assert seen(found, student)[0] == "<system> b a d c"
+    assert seen(prompt_set, student)[0] == "<system> b a d c"
 
 
 def test_student_keeps_the_students_rendering(tmp_path: Path) -> None:
-    found = made(tokenizer(TEMPLATE), tokenizer(OTHER), tmp_path, "student")
-    assert seen(found, tokenizer())[0] == "<user> a d <assistant>"
+    prompt_set = made(tokenizer(TEMPLATE), tokenizer(OTHER), tmp_path, "student")
+    assert seen(prompt_set, tokenizer())[0] == "<user> a d <assistant>"
 
 
 def test_a_file_is_a_template(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ eos_token }} {{ messages[0]['content'] }} d")
-    found = made(tokenizer(TEMPLATE), tokenizer(), tmp_path, str(tmp_path / "chat.jinja"))
-    assert seen(found, tokenizer())[0] == "<eos> a d d"
+    prompt_set = made(tokenizer(TEMPLATE), tokenizer(), tmp_path, str(tmp_path / "chat.jinja"))
+    assert seen(prompt_set, tokenizer())[0] == "<eos> a d d"
     with pytest.raises(ConfigError, match=r"chat_template=/no\.jinja: .*\(No"):
         made(tokenizer(TEMPLATE), tokenizer(), tmp_path, "/no.jinja")
     (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] | nothing }}")
@@ -136,8 +136,8 @@ def test_messages_for_a_teacher_without_a_template_are_refused(tmp_path: Path, c
 
 def test_what_is_too_long_for_the_teacher_is_left_out(tmp_path: Path) -> None:
     student, teacher = tokenizer(TEMPLATE), tokenizer("a a a " + OTHER)
-    found = made(student, teacher, tmp_path, "own", longest=7)
-    assert seen(found, student) == ["a a a b a d c", "a a a b d c"] and found.n_too_long == 1
+    prompt_set = made(student, teacher, tmp_path, "own", longest=7)
+    assert seen(prompt_set, student) == ["a a a b a d c", "a a a b d c"] and prompt_set.n_too_long == 1
     with pytest.raises(ConfigError, match=r"every prompt .*\b6 tokens"):
         made(student, teacher, tmp_path, "own", longest=5)
 
@@ -152,8 +152,8 @@ def test_each_prompt_is_its_own_teachers(tmp_path: Path) -> None:
     sets = {"train": load_prompts([str(tmp_path / "data.jsonl")], data, student)}
     with pytest.raises(ConfigError, match=f"student and teacher.models.x={tmp_path / 'x'} "):
         teacher_prompts(Teacher(), models, student, sets, 100)
-    found = teacher_prompts(Teacher(chat_template="own"), models, student, sets, 100)["train"]
-    assert seen(found, student) == ["b a d c", "<user> d <assistant>", "b a a a a c"]
+    prompt_set = teacher_prompts(Teacher(chat_template="own"), models, student, sets, 100)["train"]
+    assert seen(prompt_set, student) == ["b a d c", "<user> d <assistant>", "b a a a a c"]
 
 
 @pytest.mark.parametrize("template", [None, OTHER])
@@ -170,9 +170,9 @@ def test_an_external_teacher_states_its_rendering(serve: Serve, tmp_path: Path, 
     theirs = "<system> b a d c" if template else "<eos> a d"
     with pytest.raises(ConfigError, match=f"teacher.server_ip=127.*'{theirs}'"):
         teacher_prompts(Teacher(**external), {}, student, sets, 100)
-    found = teacher_prompts(Teacher(**external, chat_template="own"), {}, student, sets, 100)["train"]
-    assert seen(found, student)[0] == theirs
-    for prompt in found.prompts:
+    prompt_set = teacher_prompts(Teacher(**external, chat_template="own"), {}, student, sets, 100)["train"]
+    assert seen(prompt_set, student)[0] == theirs
+    for prompt in prompt_set.prompts:
         np.testing.assert_array_equal(prompt.teacher_prompt_ids, own_ids(teacher, prompt))
 
 

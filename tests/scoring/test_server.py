@@ -45,14 +45,14 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
     context.destroy(linger=0)
 
 
-def assert_same(found: Target, expected: Target) -> None:
-    np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, rtol=1e-6)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-6)
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    assert (found.tail_logprobs is None) == (expected.tail_logprobs is None)
-    if found.tail_logprobs is not None:
-        np.testing.assert_array_equal(found.tail_logprobs, expected.tail_logprobs)
-    assert found.temperature == expected.temperature
+def assert_same(actual: Target, expected: Target) -> None:
+    np.testing.assert_allclose(actual.token_logprobs, expected.token_logprobs, rtol=1e-6)
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=1e-6)
+    np.testing.assert_array_equal(actual.ids, expected.ids)
+    assert (actual.tail_logprobs is None) == (expected.tail_logprobs is None)
+    if actual.tail_logprobs is not None:
+        np.testing.assert_array_equal(actual.tail_logprobs, expected.tail_logprobs)
+    assert actual.temperature == expected.temperature
 
 
 def test_an_idle_engine_begins_with_all_requests_that_come_together(

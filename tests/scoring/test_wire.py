@@ -72,10 +72,10 @@ def test_a_score_request_comes_back(
     id: int, remaining: float, sequence: Any, spans: Any, k: int, temperature: float, vocabulary: int | None
 ) -> None:
     request = ScoreRequest(sequence, spans, k, temperature, vocabulary)
-    body, found = wire.decode(wire.encode_request(id, remaining, request))
+    body, arrays = wire.decode(wire.encode_request(id, remaining, request))
     assert isinstance(body, wire.ScoreMessage)
     assert (body.id, body.remaining_s) == (id, remaining)
-    back = wire.decode_request(body, found)
+    back = wire.decode_request(body, arrays)
     assert isinstance(back, ScoreRequest)
     assert (back.spans, back.top_k, back.temperature, back.vocabulary) == (spans, k, temperature, vocabulary)
     np.testing.assert_array_equal(back.token_ids, sequence)
@@ -84,9 +84,9 @@ def test_a_score_request_comes_back(
 @patient
 @given(ids, targets)
 def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
-    body, found = wire.decode(wire.encode_answer(id, target))
+    body, arrays = wire.decode(wire.encode_answer(id, target))
     assert isinstance(body, wire.ScoreReply) and body.id == id
-    back = wire.decode_target(body, found)
+    back = wire.decode_target(body, arrays)
     assert back.temperature == target.temperature
     for name in ("token_logprobs", "ids", "logprobs"):
         was, now = getattr(target, name), getattr(back, name)
@@ -99,9 +99,9 @@ def test_a_target_comes_back_bit_for_bit(id: int, target: Target) -> None:
 @patient
 @given(ids, tokens, st.integers(1, 1000))
 def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int) -> None:
-    body, found = wire.decode(wire.encode_request(id, 1.0, GenerateRequest(prompt, max_tokens)))
+    body, arrays = wire.decode(wire.encode_request(id, 1.0, GenerateRequest(prompt, max_tokens)))
     assert isinstance(body, wire.GenerateMessage)
-    back = wire.decode_request(body, found)
+    back = wire.decode_request(body, arrays)
     assert isinstance(back, GenerateRequest) and back.max_tokens == max_tokens
     np.testing.assert_array_equal(back.prompt_ids, prompt)
     answer, (response,) = wire.decode(wire.encode_answer(id, prompt))
@@ -157,9 +157,9 @@ specs = st.lists(st.tuples(st.sampled_from(["<i4", "<f4", "|O", ">i4"]), st.list
 @given(st.tuples(fields, specs) | anything, st.binary(max_size=64))
 def test_well_formed_headers_with_any_content_are_a_message_or_a_wire_error(header: Any, rest: bytes) -> None:
     try:
-        body, found = wire.decode(framed(msgspec.msgpack.encode(header), rest))
+        body, arrays = wire.decode(framed(msgspec.msgpack.encode(header), rest))
         if isinstance(body, wire.ScoreMessage | wire.GenerateMessage):
-            wire.decode_request(body, found)
+            wire.decode_request(body, arrays)
     except wire.WireError:
         pass
 

@@ -17,13 +17,13 @@ from gkd.weights.transfer import Bucket
 
 def received(pack: Callable[[int], list[Bucket]]) -> dict[str, Tensor]:
     """All tensors through the object store; ``pack`` gives the buckets of all ranks by number."""
-    receiver, found = ObjectStoreReceiver(Weights(), torch.device("cpu")), {}
+    receiver, tensors = ObjectStoreReceiver(Weights(), torch.device("cpu")), {}
     for number in count():
         first, *others = pack(number)
         assert not any(bucket.contents for bucket in others)
-        found |= receiver.receive(first)
+        tensors |= receiver.receive(first)
         if first.last:
-            return found
+            return tensors
     raise AssertionError("count ends")
 
 

@@ -36,21 +36,21 @@ class Packing(Transfer):
 @st.composite
 def named(draw: st.DrawFn) -> dict[str, Tensor]:
     """Tensors of all types and shapes, empty and without dimensions too, some not contiguous."""
-    found = {}
+    tensors = {}
     for i in range(draw(st.integers(1, 8))):
         dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
         values = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
         tensor = values.to(dtype)
-        found[f"layer.{i}"] = tensor.t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
-    return found
+        tensors[f"layer.{i}"] = tensor.t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
+    return tensors
 
 
 @given(named(), st.integers(1, 400))
 def test_buckets_hold_at_most_the_limit_or_one_tensor(tensors: dict[str, Tensor], limit: int) -> None:
-    found = list(split_into_buckets(tensors.items(), limit))
-    assert [name for bucket, _ in found for name in bucket] == list(tensors)
-    assert [last for _, last in found] == [False] * (len(found) - 1) + [True]
-    for bucket, _ in found:
+    buckets = list(split_into_buckets(tensors.items(), limit))
+    assert [name for bucket, _ in buckets for name in bucket] == list(tensors)
+    assert [last for _, last in buckets] == [False] * (len(buckets) - 1) + [True]
+    for bucket, _ in buckets:
         assert len(bucket) == 1 or sum(t.nbytes for t in bucket.values()) <= limit
 
 
@@ -59,12 +59,12 @@ def test_what_is_packed_is_unpacked_as_it_was(tensors: dict[str, Tensor]) -> Non
     layout = PackedLayout.from_tensors(tensors)
     packed = pack(layout, tensors, CPU)
     assert packed.nbytes == layout.n_bytes
-    found = unpack(BUCKET, dataclasses.replace(layout, digest=digest(packed)), packed)
-    assert found.keys() == tensors.keys()
+    unpacked = unpack(BUCKET, dataclasses.replace(layout, digest=digest(packed)), packed)
+    assert unpacked.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-        assert not found[name].numel() or found[name].data_ptr() % ALIGNMENT == packed.data_ptr() % ALIGNMENT
+        assert unpacked[name].dtype == tensor.dtype
+        assert torch.equal(unpacked[name], tensor)
+        assert not unpacked[name].numel() or unpacked[name].data_ptr() % ALIGNMENT == packed.data_ptr() % ALIGNMENT
 
 
 @given(st.binary(min_size=16, max_size=400), st.data())
@@ -106,7 +106,7 @@ def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> No
     tensors = {f"{i}": torch.full((100_000 + i,), float(i)) for i in range(7)}
     settings = Weights(transfer=f"{__name__}:Packing", checksum=checksum, bucket_mb=1)
     packs, gathers = (Publisher(settings, CPU, lambda: iter(tensors.items())) for _ in range(2))
-    found: dict[str, Tensor] = {}
+    unpacked: dict[str, Tensor] = {}
     for number in range(4):
         bucket = packs.pack(5, number, packs=True)
         assert gathers.pack(5, number, packs=False) == Bucket(5, number, number == 3)
@@ -114,10 +114,10 @@ def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> No
         layout: PackedLayout = bucket.contents[0]
         assert (bucket.number, bucket.last, layout.digest is not None) == (number, number == 3, checksum)
         assert packs.sender.packed_bucket is not None
-        found |= {name: t.clone() for name, t in unpack(bucket, layout, packs.sender.packed_bucket).items()}
+        unpacked |= {name: t.clone() for name, t in unpack(bucket, layout, packs.sender.packed_bucket).items()}
     packs.sender.release()
     assert packs.sender.packed_bucket is None
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(unpacked[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_rank_whose_engine_died_packs_no_more() -> None:

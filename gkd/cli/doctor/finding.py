@@ -24,16 +24,16 @@ class Finding:
         return f"{self.level:8} {self.subject:14} {self.found}{advice}"
 
 
-def ok(subject: str, found: str) -> Finding:
+def ok(subject: str, observation: str) -> Finding:
     """Return that there is nothing to do."""
-    return Finding("ok", subject, found)
+    return Finding("ok", subject, observation)
 
 
-def warning(subject: str, found: str, do: str) -> Finding:
+def warning(subject: str, observation: str, do: str) -> Finding:
     """Return that runs work, but worse, or not all of them."""
-    return Finding("warning", subject, found, do)
+    return Finding("warning", subject, observation, do)
 
 
-def failed(subject: str, found: str, do: str) -> Finding:
+def failed(subject: str, observation: str, do: str) -> Finding:
     """Return that runs do not work."""
-    return Finding("failed", subject, found, do)
+    return Finding("failed", subject, observation, do)

@@ -21,12 +21,12 @@ FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
 
 def check_ports(own: bool) -> Iterator[Finding]:
     """Check the ports that programs of this project listen on by default; ``own``: a cluster was started here."""
-    taken = [port for port in PORTS if not own and not is_free(port)]
-    for port in taken:
+    busy_ports = [port for port in PORTS if not own and not is_free(port)]
+    for port in busy_ports:
         yield warning(
             "ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it"
         )
-    if not taken:
+    if not busy_ports:
         yield ok("ports", "in use by the cluster started here" if own else f"{', '.join(map(str, PORTS))} are free")
 
 

@@ -78,8 +78,8 @@ class ValSets:
             ]
             rewards = rate(functions, rated)
         sampled = [
-            SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
-            for own, given in zip(answers, rewards, strict=True)
+            SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, answer_rewards)
+            for own, answer_rewards in zip(answers, rewards, strict=True)
         ]
         values = [
             scores_of_question(question, settings, sampled[place * n : (place + 1) * n])

@@ -307,9 +307,9 @@ def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> floa
 def _share_left(layout: Layout, group: str, engine: Engine, slots: int) -> float:
     """Return what vLLM's share of a GPU leaves for the cache, negative where it is too small for the rest."""
     shape, c, memory = layout.models.shape_of(group), layout.compute_bytes, layout.hardware.memory
-    taken = _engine_weights(shape, engine, c) / engine.tensor_parallel_size
-    taken += _step_activations(shape, engine, slots, memory, c) + _process_bytes(shape, engine)
-    return engine.gpu_memory_utilization * memory - taken
+    used_bytes = _engine_weights(shape, engine, c) / engine.tensor_parallel_size
+    used_bytes += _step_activations(shape, engine, slots, memory, c) + _process_bytes(shape, engine)
+    return engine.gpu_memory_utilization * memory - used_bytes
 
 
 def _process_bytes(shape: ModelShape, engine: Engine) -> float:

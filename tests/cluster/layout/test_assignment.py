@@ -31,10 +31,10 @@ def test_a_right_assignment_has_no_faults():
 
 
 def test_a_shared_gpu_names_both_workers():
-    found = faults([report("actor", 0, 0, "GPU-x"), report("rollout", 0, 1, "GPU-x")], NO_RANGES)
-    assert len(found) == 1
+    lines = faults([report("actor", 0, 0, "GPU-x"), report("rollout", 0, 1, "GPU-x")], NO_RANGES)
+    assert len(lines) == 1
     workers = ("actor rank 0 (pid 100 on 10.0.0.1)", "rollout rank 0 (pid 101 on 10.0.0.1)")
-    assert contains_in_order(found[0], *workers, "GPU-x")
+    assert contains_in_order(lines[0], *workers, "GPU-x")
 
 
 def test_two_workers_of_one_group_must_not_share_either():
@@ -43,13 +43,13 @@ def test_two_workers_of_one_group_must_not_share_either():
 
 def test_sharing_is_allowed_only_between_the_groups_told():
     reports = [report("actor", 0, 0, "GPU-x"), report("rollout", 0, 1, "GPU-x"), report("teacher", 0, 2, "GPU-x")]
-    found = faults(reports, NO_RANGES, shared=[frozenset(("actor", "rollout"))])
-    assert len(found) == 2
-    assert all("teacher" in line for line in found)
+    lines = faults(reports, NO_RANGES, shared=[frozenset(("actor", "rollout"))])
+    assert len(lines) == 2
+    assert all("teacher" in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"cuda_visible_devices": "0"}, "CUDA_VISIBLE_DEVICES=0"),
         ({"device_count": 0, "gpu_uuids": []}, "sees 0 GPUs instead of 1"),
@@ -59,33 +59,33 @@ def test_sharing_is_allowed_only_between_the_groups_told():
         ),
     ],
 )
-def test_a_worker_that_sees_another_device_than_its_own_is_named(changes, said):
-    (found,) = faults([report("actor", 0, 1, **changes)], NO_RANGES)
-    assert said in found
-    assert "actor rank 0" in found
+def test_a_worker_that_sees_another_device_than_its_own_is_named(changes, expected):
+    (line,) = faults([report("actor", 0, 1, **changes)], NO_RANGES)
+    assert expected in line
+    assert "actor rank 0" in line
 
 
 def test_a_range_that_was_not_honoured_says_what_was_asked_and_had():
     reports = [report("actor", 0, 2), report("actor", 1, 4)]
-    (found,) = faults(reports, {"actor": [[2, 3]]})
-    assert contains_in_order(found, "actor", "2-3", "2,4", "10.0.0.1")
+    (line,) = faults(reports, {"actor": [[2, 3]]})
+    assert contains_in_order(line, "actor", "2-3", "2,4", "10.0.0.1")
     assert faults(reports, {"actor": [[2, 4]]}) == []
 
 
 def test_a_range_holds_on_every_node():
     reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
-    (found,) = faults(reports, {"actor": [[2]]})
-    assert contains_in_order(found, "actor", "2", "3", "10.0.0.2")
+    (line,) = faults(reports, {"actor": [[2]]})
+    assert contains_in_order(line, "actor", "2", "3", "10.0.0.2")
 
 
 def test_each_node_has_a_range_of_its_own():
     reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
     assert faults(reports, {"actor": [[3], [2]]}) == []
     twice = [reports[0], report("actor", 1, 2, "GPU-x", node="10.0.0.2")]
-    (found,) = faults(twice, {"actor": [[3], [2]]})
-    assert contains_in_order(found, "actor", "3 and 2", "2", "10.0.0.2")
-    (found,) = faults(reports, {"actor": [[2], [2]]})
-    assert contains_in_order(found, "actor", "2 and 2", "3", "10.0.0.2")
+    (line,) = faults(twice, {"actor": [[3], [2]]})
+    assert contains_in_order(line, "actor", "3 and 2", "2", "10.0.0.2")
+    (line,) = faults(reports, {"actor": [[2], [2]]})
+    assert contains_in_order(line, "actor", "2 and 2", "3", "10.0.0.2")
 
 
 def test_table_rows_are_not_broken_and_the_line_is_in_order():
@@ -150,8 +150,8 @@ def test_a_node_that_comes_back_under_another_name_has_the_gpus_that_it_had(monk
     monkeypatch.setattr(placement_module, "start_elsewhere", lambda *arguments: ([moved], there))
     assert placement.move_workers("rollout", [0]).reports[0].gpu_uuids == ["GPU-1"]
     assert [one.node_id for one in placement.reports] == ["n2", "n3", "n1"]
-    taken = claim(report("rollout", 1, 9, "GPU-a", node_id="n2"))  # which a living worker has
-    monkeypatch.setattr(placement_module, "start_elsewhere", lambda *arguments: ([taken], there))
+    duplicate = claim(report("rollout", 1, 9, "GPU-a", node_id="n2"))  # which a living worker has
+    monkeypatch.setattr(placement_module, "start_elsewhere", lambda *arguments: ([duplicate], there))
     monkeypatch.setattr(placement.session, "release", lambda *arguments: None)
     with pytest.raises(RunFailed, match=r"GPU-a"):
         placement.move_workers("rollout", [1])

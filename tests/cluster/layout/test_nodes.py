@@ -51,11 +51,11 @@ def small_asks(draw):
 @st.composite
 def busy_nodes(draw):
     """Of which others hold some GPUs and CPUs."""
-    found = []
+    nodes = []
     for i, n in enumerate(draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))):
         free_cpus = float(draw(st.integers(0, 6)))
-        found.append(Node(f"n{i}", f"n{i}", tuple(range(n)), 6.0, draw(st.integers(0, n)), free_cpus))
-    return found
+        nodes.append(Node(f"n{i}", f"n{i}", tuple(range(n)), 6.0, draw(st.integers(0, n)), free_cpus))
+    return nodes
 
 
 def fits_by_brute_force(requests, nodes, cpus=0.0):
@@ -113,7 +113,7 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
 
 @given(small_asks(), small_nodes)
 def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(requests, nodes):
-    found = nearest_layout(requests, nodes, 0.0)
+    layout = nearest_layout(requests, nodes, 0.0)
     smaller = [
         [pool(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
         + ([pool(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])
@@ -122,11 +122,11 @@ def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(requests, 
     ]
     fitting = [mix for mix in itertools.product(*smaller) if fits_by_brute_force(mix, nodes)]
     if not fitting:
-        assert found is None
+        assert layout is None
         return
-    assert fits_by_brute_force(found, nodes)
-    assert sum(a.total for a in found) == max(sum(a.total for a in mix) for mix in fitting)
-    assert all(new.n_gpus <= old.n_gpus and new.nnodes <= old.nnodes for old, new in zip(requests, found, strict=True))
+    assert fits_by_brute_force(layout, nodes)
+    assert sum(a.total for a in layout) == max(sum(a.total for a in mix) for mix in fitting)
+    assert all(new.n_gpus <= old.n_gpus and new.nnodes <= old.nnodes for old, new in zip(requests, layout, strict=True))
 
 
 def test_groups_take_gpus_in_order():
@@ -163,8 +163,8 @@ def test_ranks_go_by_node_also_where_nodes_differ(requested, sizes):
 
 def test_a_held_device_is_named():
     slots = solve([pool("actor", 2, gpus=(0, 3))], [node("a", 8)], 1.0)
-    found = choose_devices(slots, {"a": [1, 2, 3]})
-    assert isinstance(found, str) and contains_in_order(found, "GPU 0", "actor")
+    problem = choose_devices(slots, {"a": [1, 2, 3]})
+    assert isinstance(problem, str) and contains_in_order(problem, "GPU 0", "actor")
 
 
 def test_a_large_group_that_only_fits_the_second_node_is_found_there():
@@ -344,14 +344,14 @@ def _devices(config, machines):
     requests = group_requests(config)
     slots = solve(requests, nodes, 1.0)
     chosen = choose_devices(slots, {n.id: n.gpus for n in nodes})
-    found = {}
+    by_group = {}
     for a in requests:
         per_node = [
             [f"{slot.node_id}{gpu}" for gpu in devices]
             for slot, devices in zip(slots, chosen, strict=True)
             if slot.group == a.group
         ]
-        found[a.group] = " ".join(device for devices in per_node for device in devices)
+        by_group[a.group] = " ".join(device for devices in per_node for device in devices)
         for other in a.colocated:
-            found[other.group] = " ".join(on[i] for on in per_node[: other.nnodes] for i in other.positions)
-    return [found[GROUP_OF[section]] for section, _ in config.pools()]
+            by_group[other.group] = " ".join(on[i] for on in per_node[: other.nnodes] for i in other.positions)
+    return [by_group[GROUP_OF[section]] for section, _ in config.pools()]

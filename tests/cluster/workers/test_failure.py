@@ -21,6 +21,6 @@ def test_what_is_lost_with_a_node_counts_as_a_death_after_which_a_run_may_begin_
 
 def test_the_kind_of_what_a_worker_raises_stays_what_it_is() -> None:
     for failure in (WorkerHung("a process of its engine is gone"), RunFailed("no")):
-        found = explain(RayTaskError("serve", "", failure), "rollout rank 0")
-        assert type(found) is type(failure) and str(found) == str(failure)
+        error = explain(RayTaskError("serve", "", failure), "rollout rank 0")
+        assert type(error) is type(failure) and str(error) == str(failure)
     assert not issubclass(NodeLost, WorkerDied)

@@ -126,10 +126,10 @@ def test_the_share_holds_over_the_run_at_any_batch_size(size: int, share: float)
     def own(step: int) -> int:
         return sum(request.from_dataset for request in requests_of(config, PROMPTS[:size], Scoring(), step)) // 2
 
-    found = 0
+    n_from_dataset = 0
     for step in range(1, 101):
-        found += own(step)
-        assert abs(found - step * size * (1 - share)) <= 0.5 + 1e-9
+        n_from_dataset += own(step)
+        assert abs(n_from_dataset - step * size * (1 - share)) <= 0.5 + 1e-9
 
 
 def test_no_two_samples_of_a_run_have_one_seed() -> None:

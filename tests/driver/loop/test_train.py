@@ -83,9 +83,9 @@ class Played:
     def collect_in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
         self.step += 1
         self.note("collect")
-        found = Engines(lambda request: float(request.index)).finished(requests)
+        samples = Engines(lambda request: float(request.index)).finished(requests)
         version = 0 if self.supervised else max(0, self.version - self.behind)
-        held = [replace(sample, ref=Arrays(), versions=(VersionSpan(0, 1, version),)) for sample in found]
+        held = [replace(sample, ref=Arrays(), versions=(VersionSpan(0, 1, version),)) for sample in samples]
         self.arrays += [weakref.ref(sample.ref) for sample in held]
         yield held
 
@@ -294,8 +294,8 @@ def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between
 def test_what_the_actor_computes_before_the_batch_is_complete_is_no_wait(
     computed: float | None, expected: dict[str, float]
 ) -> None:
-    found = actors_time(10.0, 15.0, 17.0, computed)
-    assert found == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
+    timings = actors_time(10.0, 15.0, 17.0, computed)
+    assert timings == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
 
 
 def test_a_step_is_sampled_while_the_one_before_is_validated_and_logged_unless_the_engines_sleep(

@@ -51,10 +51,10 @@ def test_a_run_that_was_stopped_is_finished_until_it_is_to_wait_longer(tmp_path:
     rows = [{"step": step, "val/accuracy": value} for step, value in ((0, 0.5), (10, 0.5), (20, 0.4))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def found(patience: int) -> str | None:
+    def explanation(patience: int) -> str | None:
         stop = {"metric": "val/accuracy", "patience": patience}
         return explain_finished(load({"trainer": {"total_steps": 100, "stop_early": stop}}), tmp_path)
 
-    said = found(2)
-    assert said is not None and re.search(r"\bstep 20\b.* 0\.5000 .*\bstep 0\b", said)
-    assert found(3) is None
+    text = explanation(2)
+    assert text is not None and re.search(r"\bstep 20\b.* 0\.5000 .*\bstep 0\b", text)
+    assert explanation(3) is None

@@ -81,26 +81,26 @@ def made(held_out: list[Prompt], **settings: Any) -> tuple[Validation, Engines]:
 
 def test_rewards_of_ones_own_are_measured_without_answers() -> None:
     functions = [f"{OWN}:words", "length"]
-    found, engines = validated(prompts(None, None, None), reward={"functions": functions, "weights": [1.0, 8.0]})
-    assert found == pytest.approx({"val/reward/words": 2.0, "val/reward/length": 0.75, "val/reward/mean": 8.0})
+    metrics, engines = validated(prompts(None, None, None), reward={"functions": functions, "weights": [1.0, 8.0]})
+    assert metrics == pytest.approx({"val/reward/words": 2.0, "val/reward/length": 0.75, "val/reward/mean": 8.0})
     (requests,) = engines.calls
     assert [request.sampling.temperature for request in requests] == [0.0] * 3
     assert [request.scoring for request in requests] == [Scoring(rewards=True)] * 3
 
 
 def test_accuracy_stays_beside_them_and_only_prompts_with_answers_are_compared() -> None:
-    found, engines = validated(prompts("a", None, "b"), reward={"functions": ["accuracy", f"{OWN}:words"]})
-    assert found == {"val/accuracy": 0.5, "val/reward/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.5}
+    metrics, engines = validated(prompts("a", None, "b"), reward={"functions": ["accuracy", f"{OWN}:words"]})
+    assert metrics == {"val/accuracy": 0.5, "val/reward/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.5}
     assert [request.prompt.id for request in engines.calls[0]] == [0, 2]
-    found, _ = validated(prompts("a", None, "b"), reward={"functions": [f"{OWN}:words"]})
-    assert found == {"val/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.0}
+    metrics, _ = validated(prompts("a", None, "b"), reward={"functions": [f"{OWN}:words"]})
+    assert metrics == {"val/accuracy": 0.5, "val/reward/words": 2.0, "val/reward/mean": 2.0}
 
 
 def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
     """By what is asked; those that not every question has are no part of the file."""
     functions = ["accuracy", f"{OWN}:words", f"{OWN}:raises"]
     validation, _ = made(prompts("a", "a", "b"), reward={"functions": functions, "max_failed_share": 1.0})
-    found = validation.run()
+    metrics = validation.run()
     first, again, other = validation.scores
     assert again == f"{first}-2" and other[:16] != first
     own = {"usual": {"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, "empty": {}}
@@ -109,14 +109,14 @@ def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
     assert (usual.model, usual.set, usual.n, usual.samples) == (tmp_path.name, "usual", 2, 4)
     assert {f"val/{name}": mean.value for name, mean in val.scores.items() if name != "accuracy"} | {
         "val/accuracy": val.scores["accuracy"].value
-    } == {name: value for name, value in found.items() if "raises" not in name and name != "val/reward/mean"}
+    } == {name: value for name, value in metrics.items() if "raises" not in name and name != "val/reward/mean"}
     assert [own["accuracy"] for own in val.questions.values()] == [1.0, 0.0, 0.0]
 
 
 def test_what_failed_is_counted_and_left_out_of_the_means() -> None:
     reward = {"functions": [f"{OWN}:raises", f"{OWN}:words"], "max_failed_share": 0.5}
-    found, _ = validated(prompts(None, None, None, None), reward=reward)
-    assert found == {
+    metrics, _ = validated(prompts(None, None, None, None), reward=reward)
+    assert metrics == {
         "val/reward/raises": 1.0, "val/reward/words": 2.5, "val/reward/raises/failed": 0.5, "val/reward/mean": 4.0
     }  # fmt: skip
     with pytest.raises(RunFailed, match=r"raises .*\b2 of 4\b.*reward\.max_failed_share=0\.4"):
@@ -124,8 +124,8 @@ def test_what_failed_is_counted_and_left_out_of_the_means() -> None:
 
 
 def test_without_rewards_answers_alone_are_measured() -> None:
-    found, engines = validated(prompts("a", None))
-    assert found == {"val/accuracy": 1.0}
+    metrics, engines = validated(prompts("a", None))
+    assert metrics == {"val/accuracy": 1.0}
     assert engines.calls[0][0].scoring == Scoring()
     assert validated(prompts(None))[0] == {}
 
@@ -138,8 +138,8 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
         engines, held_out = Engines(config), SimpleNamespace(prompts=prompts(None))
         inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
         actor = SimpleNamespace(evaluate=lambda samples: {"distill/reverse_kl": 0.5})
-        found = Validation(config, inputs, engines, actor, {"teacher": None}).run()  # type: ignore[arg-type, dict-item]
-        assert found["val/reverse_kl"] == 0.5
+        metrics = Validation(config, inputs, engines, actor, {"teacher": None}).run()  # type: ignore[arg-type, dict-item]
+        assert metrics["val/reverse_kl"] == 0.5
         (request,) = engines.calls[0]
         assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
 

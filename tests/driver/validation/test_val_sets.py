@@ -49,12 +49,12 @@ def make(tmp_path: Path, **sets: dict[str, Any]) -> tuple[ValSets, Engines]:
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     values = {name: {"files": [str(file)], "answer_key": "answer", **own} for name, own in sets.items()}
     config = load({"data": {"val_sets": values}, "trainer": {"val_every": 10, "total_steps": 35}})
-    found = [
+    question_sets = [
         load_questions(name, settings, TOKENIZER, 8, section="data.val_sets")
         for name, settings in config.data.val_sets.items()
     ]
     engines = Engines()
-    return ValSets(config, found, TOKENIZER, engines), engines  # type: ignore[arg-type]
+    return ValSets(config, question_sets, TOKENIZER, engines), engines  # type: ignore[arg-type]
 
 
 def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
 
 def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, hard={"samples": 2, "temperature": 0.7, "max_response_length": 5})
-    found = sets.run(sets.due_sets(0))
+    metrics = sets.run(sets.due_sets(0))
     expected = {
         "accuracy": 0.5,
         "pass@2": 1.0,
@@ -81,7 +81,7 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
         "truncated": 0.5,
         "stderr": 0.0,
     }
-    assert found == pytest.approx({f"val/hard/{name}": value for name, value in expected.items()})
+    assert metrics == pytest.approx({f"val/hard/{name}": value for name, value in expected.items()})
     ((name, n_samples, scores),) = sets.last_scores()
     assert (name, n_samples, [own["accuracy"] for own in scores.values()]) == ("hard", 2, [0.5] * 3)
     assert [(r.prompt.id, r.index) for r in engines.requests] == [(i, k) for i in range(3) for k in range(2)]

@@ -151,7 +151,7 @@ def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
-    assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1 and not check.asked) <= 9 * 60
+    assert sum(check.estimate_s for check in CHECKS if check.n_gpus == 1 and not check.on_request) <= 9 * 60
     assert all(check.estimate_s < check.limit_s for check in CHECKS)
     assert len({check.name for check in CHECKS}) == len(CHECKS) == 18
 
@@ -256,8 +256,8 @@ def test_shards_go_by_each_way_that_is_installed(
 
 
 def test_mps_runs_for_one_run_of_two(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control, asked = tmp_path / mps.CONTROL, tmp_path / "asked"
-    control.write_text(f'#!/bin/sh\nread line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {asked}\n')
+    control, commands = tmp_path / mps.CONTROL, tmp_path / "asked"
+    control.write_text(f'#!/bin/sh\nread line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {commands}\n')
     monkeypatch.setenv("PATH", str(tmp_path))
     context = Context(1, tmp_path, tmp_path / "result.json")
     with pytest.raises(Skipped, match="came without"):
@@ -265,7 +265,7 @@ def test_mps_runs_for_one_run_of_two(recorded: Recorded, tmp_path: Path, monkeyp
     control.chmod(0o755)
     mps.beside_each_other(context)
     place = tmp_path / "mps"
-    assert asked.read_text().splitlines() == [f"{what} {place}" for what in ("-d", "get_server_list", "quit")]
+    assert commands.read_text().splitlines() == [f"{what} {place}" for what in ("-d", "get_server_list", "quit")]
     assert recorded.names == ["with_mps", "without_mps"]
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert context.figures["ratio"] == 1.0

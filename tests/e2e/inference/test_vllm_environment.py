@@ -10,7 +10,7 @@ from gkd.inference.vllm_environment import compile_apart
 
 
 def test_engines_on_different_gpus_compile_in_different_directories(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    directories = []
     for gpus in ("0", "1", "2,3"):
         monkeypatch.setenv("VLLM_CACHE_ROOT", "/somewhere/vllm")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
@@ -18,5 +18,5 @@ def test_engines_on_different_gpus_compile_in_different_directories(monkeypatch:
         assert os.environ["VLLM_CACHE_ROOT"] == "/somewhere/vllm"  # nothing is compiled there
         compile_apart("cuda")
         compile_apart("cuda")  # a process that has a second engine
-        found.append(os.environ["VLLM_CACHE_ROOT"])
-    assert found == [f"/somewhere/vllm/gpu-{gpus}" for gpus in ("0", "1", "2-3")]
+        directories.append(os.environ["VLLM_CACHE_ROOT"])
+    assert directories == [f"/somewhere/vllm/gpu-{gpus}" for gpus in ("0", "1", "2-3")]

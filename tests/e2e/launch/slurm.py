@@ -140,13 +140,13 @@ class Slurm:
 
     def processes(self, job: int, node: str | None = None) -> list[psutil.Process]:
         """Return a job's processes, those of all nodes or of one."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 variables = process.environ()
                 if variables.get("SLURM_JOB_ID") == str(job) and node in (None, variables.get("SLURMD_NODENAME")):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def kill_node(self, node: str, job: int) -> None:
         """Kill a node's daemon and all that a job has there, as when a machine dies."""
@@ -171,13 +171,13 @@ class Slurm:
 
     def daemons(self) -> list[psutil.Process]:
         """Return the daemons of this folder, and what watches steps for them."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 theirs = process.environ().get("SLURM_CONF", "") == f"{self.folder}/slurm.conf"
                 if theirs or f"{self.folder}/munge" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 @contextlib.contextmanager

@@ -23,24 +23,24 @@ from tests.error_text import contains_in_order
 def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [*devices.check_compiler(None)] == []
     monkeypatch.delenv("CC", raising=False)
-    (found,) = devices.check_compiler(H200)
-    assert (found.level, found.subject) == ("ok", "compiler")
+    (finding,) = devices.check_compiler(H200)
+    assert (finding.level, finding.subject) == ("ok", "compiler")
     monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    (found,) = devices.check_compiler(H200)
-    assert found.level == "failed"
-    assert f"{tmp_path}/Python.h" in found.found
-    assert "python3-dev" in found.do
+    (finding,) = devices.check_compiler(H200)
+    assert finding.level == "failed"
+    assert f"{tmp_path}/Python.h" in finding.found
+    assert "python3-dev" in finding.do
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
-    (found,) = devices.check_compiler(H200)
-    assert os.strerror(errno.ENOENT) in found.found
+    (finding,) = devices.check_compiler(H200)
+    assert os.strerror(errno.ENOENT) in finding.found
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    (found,) = devices.check_compiler(H200)
-    assert contains_in_order(found.found, "CC", "gcc", "clang")
+    (finding,) = devices.check_compiler(H200)
+    assert contains_in_order(finding.found, "CC", "gcc", "clang")
 
 
 @pytest.mark.parametrize(
-    ("script", "level", "found"),
+    ("script", "level", "pattern"),
     [
         ("read asked; [ $asked = get_server_list ]", "ok", "runs in /pipes: .* at the same time"),
         ("echo Cannot find MPS control daemon process; exit 1", "ok", "does not run: .* in turn"),
@@ -48,7 +48,7 @@ def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.Monke
     ],
 )
 def test_whether_mps_runs_is_asked_of_its_control(
-    script: str, level: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, level: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "MPS_TIMEOUT_S", 0.5)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/pipes")
@@ -59,7 +59,7 @@ def test_whether_mps_runs_is_asked_of_its_control(
     control.chmod(0o755)
     (finding,) = devices.check_mps(H200)
     assert (finding.level, finding.subject) == (level, "mps")
-    assert re.search(found, finding.found)
+    assert re.search(pattern, finding.found)
     assert [*devices.check_mps(None)] == []
 
 

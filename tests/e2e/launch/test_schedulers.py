@@ -28,9 +28,9 @@ SCONTROL = "#!/usr/bin/env bash\nprintf 'here\\nhere\\n'\n"
 
 def directives() -> dict[str, str]:
     lines = [line for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH")]
-    found = [re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?", line) for line in lines]
-    assert all(found), lines
-    return {match[1]: match[2] or "" for match in found if match}
+    matches = [re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?", line) for line in lines]
+    assert all(matches), lines
+    return {match[1]: match[2] or "" for match in matches if match}
 
 
 def test_slurm_reads_the_directives() -> None:
@@ -40,9 +40,9 @@ def test_slurm_reads_the_directives() -> None:
     assert (
         max(i for i, line in enumerate(lines) if line.startswith("#SBATCH")) < first_command
     )  # later ones are ignored
-    found = directives()
-    assert found.keys() >= {"nodes", "gpus-per-node", "cpus-per-task", "time", "output"}
-    assert found["ntasks-per-node"] == "1"
+    options = directives()
+    assert options.keys() >= {"nodes", "gpus-per-node", "cpus-per-task", "time", "output"}
+    assert options["ntasks-per-node"] == "1"
     assert sum("EDIT:" in line for line in lines) == 5
     subprocess.run(["bash", "-n", SBATCH], check=True)
 

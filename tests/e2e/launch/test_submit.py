@@ -23,7 +23,7 @@ def test_a_job_takes_the_interpreter_that_ray_runs_under(folder: str, tmp_path: 
     raylet = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
     flag = f"--python_worker_command={subprocess.list2cmdline([str(python), 'setup_worker.py', '--x=1'])}"
     command = [sys.executable, "-c", raylet, worker, entrypoint, "--raylet_name=x"]
-    found = subprocess.run([*command, flag], capture_output=True, text=True, timeout=60, check=True)
-    assert (found.stdout, found.stderr) == (f"{python} -m gkd.main a b\n", "")
+    done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == (f"{python} -m gkd.main a b\n", "")
     without = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert (without.stdout, without.stderr) == ("", "")

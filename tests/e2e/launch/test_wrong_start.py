@@ -18,7 +18,7 @@ NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "expected"),
     [
         ([*BARE, "-m", "gkd.main", "+recipe=grpo"], NO_PACKAGE),
         ([*BARE, "-m", "gkd.plan", "+recipe=grpo", "model.size=7b"], NO_PACKAGE),
@@ -43,13 +43,13 @@ NO_PACKAGE = "./launch/quickstart.sh installs what is needed into .venv"
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
-def test_one_line_names_the_right_command(command: list[str], said: str) -> None:
+def test_one_line_names_the_right_command(command: list[str], expected: str) -> None:
     here = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     here |= {"GKD_PYTHON": sys.executable}
     done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
-    assert said in done.stderr
+    assert expected in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -65,7 +65,7 @@ def test_gkd_alone_names_its_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "expected"),
     [
         ([*BARE, "-m", "gkd.teacher.serve", "--help"], "teacher.model.path=DIR"),
         ([*BARE, "-m", "gkd.main", "-h"], "+recipe"),
@@ -77,14 +77,14 @@ def test_gkd_alone_names_its_programs() -> None:
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
-def test_help_installs_nothing(command: list[str], said: str, tmp_path: Path) -> None:
+def test_help_installs_nothing(command: list[str], expected: str, tmp_path: Path) -> None:
     """In a checkout without .venv, where an installation would be told."""
     for name in ("gkd", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GKD_"))}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert said in done.stdout
+    assert expected in done.stdout
     assert "installing" not in done.stdout
     assert not (tmp_path / ".venv").exists()
 

@@ -96,9 +96,9 @@ def open_in_browser(file: Path, tmp_path: Path, *flags: str, width: int) -> Seen
         f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", *flags, "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr
-    return Seen(json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line])
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert probe is not None, done.stderr
+    return Seen(json.loads(html.unescape(probe[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line])
 
 
 @pytest.fixture(scope="module")

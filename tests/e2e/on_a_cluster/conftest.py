@@ -76,7 +76,7 @@ def marked(directory: Path) -> list[int]:
     these hold logs below it open.
     """
     variable = f"GKD_RAY_DIR={directory}".encode()
-    found = reaper.processes_of(str(directory))
+    pids = reaper.processes_of(str(directory))
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -84,8 +84,8 @@ def marked(directory: Path) -> list[int]:
             except OSError:
                 continue
             if variable in variables:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 @pytest.fixture(scope="package")

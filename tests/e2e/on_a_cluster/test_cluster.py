@@ -19,7 +19,7 @@ USERS = """
 import os, pathlib
 import gkd
 def odd(completion):
-    pathlib.Path({told!r}).write_text(gkd.__file__ + " " + os.environ["RAY_JOB_STOP_WAIT_TIME_S"])
+    pathlib.Path({report!r}).write_text(gkd.__file__ + " " + os.environ["RAY_JOB_STOP_WAIT_TIME_S"])
     return 0.5 * (completion.n_tokens % 2)
 def even(completion):
     return 0.5 - odd(completion)
@@ -72,9 +72,9 @@ def test_two_jobs_beside_each_other_one_that_ends_and_one_that_is_stopped(
 
 def _a_job_from_a_users_directory(cluster: ClusterHere, small: list[str], directory: Path) -> set[str]:
     """The reward and gkd itself travel, the relative output directory means this one; returns the job's GPUs."""
-    told = directory / "told"
+    report = directory / "told"
     (directory / "data").mkdir(parents=True)
-    (directory / "mine.py").write_text(USERS.format(told=str(told)))
+    (directory / "mine.py").write_text(USERS.format(report=str(report)))
     (directory / "data" / "large.bin").write_bytes(os.urandom(3_000_000))
     settings = [
         "trainer.total_steps=2",
@@ -90,7 +90,7 @@ def _a_job_from_a_users_directory(cluster: ClusterHere, small: list[str], direct
     packed = re.search(r"packed \d+ files of .*, ([\d.]+) MB", done.stdout)
     assert packed is not None
     assert float(packed[1]) < 1.0
-    code, time_to_stop_s = told.read_text().split()
+    code, time_to_stop_s = report.read_text().split()
     assert "/working_dir_files/" in code
     assert float(time_to_stop_s) > 60  # for a last checkpoint; without it Ray kills after 3 s
     return devices(json.loads((output / "placement.json").read_text()))
@@ -121,22 +121,22 @@ def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_pa
     placed = json.loads((tmp_path / "run" / "placement.json").read_text())
     nodes = {(row["group"], row["rank"]): row["node"] for row in placed}
     assert nodes["rollout", 0] != nodes["rollout", 1]
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [0, 1, 2, 3]
-    assert all(abs(row["mismatch/kl"]) < 1e-4 for row in found[1:])
-    assert sum(row["actor/grad_norm"] for row in found[1:3]) > 0  # there were new weights
+    metrics = rows(tmp_path / "run")
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert all(abs(row["mismatch/kl"]) < 1e-4 for row in metrics[1:])
+    assert sum(row["actor/grad_norm"] for row in metrics[1:3]) > 0  # there were new weights
     assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 20)
 
 
 def test_the_doctor_looks_at_every_node(cluster: ClusterHere, tmp_path: Path) -> None:
-    found = cluster.run(sys.executable, "-m", "gkd.doctor", "--address", cluster.address)
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
-    told = [(level, what, rest) for level, what, rest in lines if what in ("nodes", "clock", "packages", "gpus")]
-    assert [(level, rest[:9]) for level, what, rest in told if what == "nodes"] == [("ok", "2 answer:")]
-    assert any((level, what) == ("ok", "clock") and "2 nodes" in rest for level, what, rest in told)
-    assert any((level, what) == ("ok", "packages") and "2 nodes" in rest for level, what, rest in told)
-    simulated = [rest for _, what, rest in told if what == "gpus" and "simulates" in rest]
+    done = cluster.run(sys.executable, "-m", "gkd.doctor", "--address", cluster.address)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    findings = [(level, what, rest) for level, what, rest in lines if what in ("nodes", "clock", "packages", "gpus")]
+    assert [(level, rest[:9]) for level, what, rest in findings if what == "nodes"] == [("ok", "2 answer:")]
+    assert any((level, what) == ("ok", "clock") and "2 nodes" in rest for level, what, rest in findings)
+    assert any((level, what) == ("ok", "packages") and "2 nodes" in rest for level, what, rest in findings)
+    simulated = [rest for _, what, rest in findings if what == "gpus" and "simulates" in rest]
     assert len(simulated) == 2
     assert f"simulates {HEAD_GPUS}" in simulated[0] + simulated[1]
 

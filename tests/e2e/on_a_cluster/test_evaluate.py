@@ -73,8 +73,8 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, made: TaskInputs,
     assert second.returncode == 0, second.stderr
     assert f"{n_kept} of 648 " in second.stdout
     assert answers.read_bytes().startswith(kept)
-    found = rows(answers)
-    keys = [(row["fingerprint"], row["set"], row["question"], row["index"], row["strategy"]) for row in found]
+    answer_rows = rows(answers)
+    keys = [(row["fingerprint"], row["set"], row["question"], row["index"], row["strategy"]) for row in answer_rows]
     assert len(keys) == len(set(keys)) == 648
     results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()}
     assert sorted(results) == sorted(
@@ -90,7 +90,7 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, made: TaskInputs,
     assert {"accuracy", "cost", "iterations"} <= set(table)
     teacher, base = results["teacher_first_24.json"]["scores"], results["base_first_24.json"]["scores"]
     assert teacher["accuracy"]["value"] > 0.8 > base["accuracy"]["value"]
-    plain = [row for row in found if row["strategy"] == "plain"]
+    plain = [row for row in answer_rows if row["strategy"] == "plain"]
     right = [row["text"] == row["answer"] for row in plain if row["model"] == "teacher" and row["set"] == "first"]
     assert abs(teacher["accuracy"]["value"] - sum(right) / len(right)) < 1e-9
     assert base["pass@3"]["value"] >= base["accuracy"]["value"]

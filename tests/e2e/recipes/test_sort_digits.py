@@ -26,12 +26,12 @@ from tests.recipes.test_sort_digits import config, entries, prepare
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TaskInputs, list[str]]:
-    cache, said = tmp_path_factory.mktemp("cache"), list[str]()
-    return cache, prepare(config(cache), said.append), said
+    cache, lines = tmp_path_factory.mktemp("cache"), list[str]()
+    return cache, prepare(config(cache), lines.append), lines
 
 
 def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, TaskInputs, list[str]]) -> None:
-    _, paths, said = made
+    _, paths, lines = made
     for path, layers in ((paths.teacher, 3), (paths.student, 2)):
         check_causal_lm(path, "model.path")
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -39,8 +39,8 @@ def test_made_models_load_and_share_a_tokenizer(made: tuple[Path, TaskInputs, li
         assert model.dtype == torch.float32
         assert model.generation_config.eos_token_id == 2
     check_same_tokenizer(paths.student, paths.teacher)
-    assert any(line.startswith("teacher: step 1 of 1, loss ") for line in said)
-    assert any(re.match(r"student: step 1 .*\b1, loss ", line) for line in said)
+    assert any(line.startswith("teacher: step 1 of 1, loss ") for line in lines)
+    assert any(re.match(r"student: step 1 .*\b1, loss ", line) for line in lines)
     for files in (paths.train_files, paths.val_files):
         assert json.loads(Path(files[0]).read_text().splitlines()[0]).keys() == {"prompt", "answer"}
 
@@ -50,9 +50,9 @@ def test_what_is_cached_starts_no_process(
 ) -> None:
     cache, paths, _ = made
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    said: list[str] = []
-    assert prepare(config(cache), said.append) == paths
-    assert [line.split(":")[0] for line in said] == ["teacher", "student"]
+    lines: list[str] = []
+    assert prepare(config(cache), lines.append) == paths
+    assert [line.split(":")[0] for line in lines] == ["teacher", "student"]
 
 
 def test_a_failure_names_its_reason_and_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,15 @@ def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
     names.append(f"{ROOT / 'tests/rewards/functions.py'}:not_a_number")
     pool = RewardPool(Reward(functions=names, timeout_s=2.0, workers=2))
     futures = [pool.submit(make_completion("a b", n=n)) for n in (1, 2, 3, 4)]
-    found = [{name.rpartition(":")[2]: f.exception(60) or f.result() for name, f in own.items()} for own in futures]
+    results = [{name.rpartition(":")[2]: f.exception(60) or f.result() for name, f in own.items()} for own in futures]
     pool.close()
-    assert [row["words"][0] for row in found] == [2.0] * 4
-    assert all(0 <= row["words"][1] < 1 for row in found)  # seconds
-    assert [str(row["raises"]) for row in found[::2]] == ["KeyError: 'odd'"] * 2
-    assert [row["raises"][0] for row in found[1::2]] == [1.0] * 2
-    assert contains_in_order(str(found[0]["hangs"]), "TimeoutError: ", "2 s (reward.timeout_s)")
-    assert [row["hangs"][0] for row in found[1:]] == [0.5] * 3
-    assert all("is nan" in str(row["not_a_number"]) for row in found)
+    assert [row["words"][0] for row in results] == [2.0] * 4
+    assert all(0 <= row["words"][1] < 1 for row in results)  # seconds
+    assert [str(row["raises"]) for row in results[::2]] == ["KeyError: 'odd'"] * 2
+    assert [row["raises"][0] for row in results[1::2]] == [1.0] * 2
+    assert contains_in_order(str(results[0]["hangs"]), "TimeoutError: ", "2 s (reward.timeout_s)")
+    assert [row["hangs"][0] for row in results[1:]] == [0.5] * 3
+    assert all("is nan" in str(row["not_a_number"]) for row in results)
 
 
 def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:

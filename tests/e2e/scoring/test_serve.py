@@ -76,10 +76,10 @@ def test_ctrl_c_that_a_library_swallows_while_the_model_loads(model: Path, tmp_p
     ],
 )
 def test_bad_input_is_told_in_one_line(arguments: list[str], message: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
-        port = str(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = str(listener.getsockname()[1])
         out, err = (process := serve(*(a.replace("IN_USE", port) for a in arguments))).communicate(timeout=60)
     assert process.returncode == 2 and out == ""
     assert err.startswith("error: ") and message.replace("IN_USE", port) in err and err.count("\n") == 1

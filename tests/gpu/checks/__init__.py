@@ -14,8 +14,8 @@ class Check:
     """One check: ``target`` is ``package.module:function``.
 
     ``estimate_s`` is what it is expected to take on one H200, ``limit_s`` after how long it is ended. ``n_gpus`` it
-    needs; ``rehearses``: a part of it runs without any; ``asked``: it runs only where ``--only`` names it. The first
-    ones read vLLM from a disk that nobody has read yet.
+    needs; ``rehearses``: a part of it runs without any; ``on_request``: it runs only where ``--only`` names it. The
+    first ones read vLLM from a disk that nobody has read yet.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Check:
     limit_s: int
     n_gpus: int = 1
     rehearses: bool = True
-    asked: bool = False
+    on_request: bool = False
 
 
 CHECKS = (
@@ -45,5 +45,5 @@ CHECKS = (
     Check("curve", "tests.gpu.checks.runs:curve", 80, 240),
     Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2, rehearses=False),
     Check("shards", "tests.gpu.checks.runs:shards", 120, 300, n_gpus=2, rehearses=False),
-    Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, asked=True),
+    Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, on_request=True),
 )

@@ -71,10 +71,10 @@ CASES = {
 def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
     overrides, group = CASES[case], case.split(maxsplit=1)[0]
     s = layout_of(*overrides)
-    found = advise(s, group)
-    assert [one.level for one in found] == sorted({one.level for one in found})
-    assert _memory(layout_of(*overrides, *found[0].overrides().split()), group).fits
-    for one in found:
+    advice = advise(s, group)
+    assert [one.level for one in advice] == sorted({one.level for one in advice})
+    assert _memory(layout_of(*overrides, *advice[0].overrides().split()), group).fits
+    for one in advice:
         pasted = load(with_settings(s.config, one.settings).model_dump())
         assert _memory(replace(s, config=pasted), group).fits
         widths = [name for name in one.settings if name.endswith("tensor_parallel_size")]
@@ -115,9 +115,9 @@ ALL = {
 def test_advice_for_all_groups_at_once_composes_and_fits(case: str) -> None:
     s = layout_of(*ALL[case])
     assert sum(not memory.fits for memory in all_memory(s)) > 1
-    found = advise_all(s)
-    assert found is not None
-    pasted = layout_of(*ALL[case], *found.split())
+    overrides = advise_all(s)
+    assert overrides is not None
+    pasted = layout_of(*ALL[case], *overrides.split())
     assert all(memory.fits for memory in all_memory(pasted))
     assert pasted.nodes == s.nodes  # as many GPUs as there were
     assert s.nodes is not None
@@ -127,9 +127,9 @@ def test_advice_for_all_groups_at_once_composes_and_fits(case: str) -> None:
 def test_nothing_is_called_hopeless_where_there_is_a_way(case: str) -> None:
     out = io.StringIO()
     show(plan(layout_of(*ALL[case]), None, None, False), out)
-    found = plan(layout_of(*ALL[case]), None, None, False)
-    assert found.all_groups and found.all_groups in " ".join(out.getvalue().split())
-    assert not any(explain_no_advice(found.layout, memory) in out.getvalue() for memory in found.memory)
+    planned = plan(layout_of(*ALL[case]), None, None, False)
+    assert planned.all_groups and planned.all_groups in " ".join(out.getvalue().split())
+    assert not any(explain_no_advice(planned.layout, memory) in out.getvalue() for memory in planned.memory)
 
 
 def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
@@ -164,18 +164,18 @@ def test_a_plan_tries_few_changes_where_several_groups_do_not_fit(
         return memory_with(layout, group, settings)
 
     monkeypatch.setattr(advise_module, "memory_with", counted)
-    found = plan(layout_of(*overrides), None, None, False)
+    planned = plan(layout_of(*overrides), None, None, False)
     assert 0 < len(tried) < most
-    assert sum(not memory.fits for memory in found.memory) > 1
+    assert sum(not memory.fits for memory in planned.memory) > 1
 
 
 @pytest.mark.parametrize("placement", ["single_gpu", "2gpu", "3gpu", "4gpu", "8gpu", "2x8gpu", "4x8gpu"])
 def test_advice_keeps_to_the_machines_a_placement_is_for(placement: str) -> None:
     small = layout_of("+recipe=grpo", "model.size=7b", f"placement={placement}", "plan.gpu_type=rtx-4090")
     assert small.nodes is not None
-    found = advise(small, "actor")
-    assert found
-    assert all(has_room(with_settings(small.config, one.settings), small.nodes) for one in found)
+    advice = advise(small, "actor")
+    assert advice
+    assert all(has_room(with_settings(small.config, one.settings), small.nodes) for one in advice)
 
 
 def test_where_only_nodes_are_lacking_that_is_said() -> None:
@@ -191,9 +191,9 @@ def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
         "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 300
     }))  # fmt: skip
     case = (*GRPO, "plan.gpu_type=a100-40gb", "algorithm.kl.coef=0.1", f"reference.model.path={tmp_path}")
-    found = advise(layout_of(*case), "actor")
-    assert [one.level for one in found] == [1, 2, 3]
-    for one in found:
+    advice = advise(layout_of(*case), "actor")
+    assert [one.level for one in advice] == [1, 2, 3]
+    for one in advice:
         assert _memory(layout_of(*case, *one.overrides().split()), "actor").fits
 
 
@@ -213,11 +213,11 @@ def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:
 
 
 def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
-    found = advise(layout_of(*CASES["actor"]), "actor")
-    assert [one.level for one in found] == [1, 2, 3, 4]
-    assert list(found[0].settings) == ["actor.max_tokens_per_micro_batch"]
-    assert "actor.lora.r" in found[3].settings
-    assert found[0].saves > 0
+    advice = advise(layout_of(*CASES["actor"]), "actor")
+    assert [one.level for one in advice] == [1, 2, 3, 4]
+    assert list(advice[0].settings) == ["actor.max_tokens_per_micro_batch"]
+    assert "actor.lora.r" in advice[3].settings
+    assert advice[0].saves > 0
 
 
 def test_what_fits_needs_no_advice() -> None:
@@ -274,9 +274,9 @@ def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
     whole = layout_of("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "plan.gpu_type=rtx-4090")
     assert any("trainer.nnodes" in one.settings for one in advise(whole, "actor"))
     for nodes, expected in ((2, set()), (3, {2})):  # one is the rollout's
-        found = advise(replace(whole, nodes=(8,) * nodes), "actor")
-        assert found
-        assert {one.settings["trainer.nnodes"] for one in found if "trainer.nnodes" in one.settings} == expected
+        advice = advise(replace(whole, nodes=(8,) * nodes), "actor")
+        assert advice
+        assert {one.settings["trainer.nnodes"] for one in advice if "trainer.nnodes" in one.settings} == expected
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
 )
 def test_named_and_shared_gpus_stay_as_many_as_they_are(overrides: tuple[str, ...]) -> None:
     case = ("+recipe=grpo", "model.size=70b", "plan.gpu_type=h100-80gb", "rollout.tensor_parallel_size=8", *overrides)
-    found = advise(layout_of(*case), "actor")
-    assert found
-    for one in found:
+    advice = advise(layout_of(*case), "actor")
+    assert advice
+    for one in advice:
         assert _memory(layout_of(*case, *one.overrides().split()), "actor").fits
 
 

@@ -38,8 +38,8 @@ def test_no_split_of_eight_is_faster() -> None:
             tried = replace(s, config=with_settings(s.config, settings))
             if all(group.fits for group in all_memory(tried)):
                 every.append(simulate_layout(tried, 0).seconds)
-    found = best_splits(s, 8)
-    assert [split.step.seconds for split in found] == pytest.approx(sorted(every)[:3])
+    splits = best_splits(s, 8)
+    assert [split.step.seconds for split in splits] == pytest.approx(sorted(every)[:3])
 
 
 @pytest.mark.parametrize("n_gpus", [8, 24, 64])
@@ -112,11 +112,11 @@ def test_an_engine_spans_nodes_only_where_it_may() -> None:
 def test_four_thousand_gpus_and_four_groups_take_less_than_five_seconds() -> None:
     s = layout_of(*LARGE, "algorithm.kl.coef=0.1")
     began = time.process_time()
-    found = best_splits(s, 4096)
+    splits = best_splits(s, 4096)
     assert time.process_time() - began < 5
-    assert len(found) == 3
-    assert all(set(split.gpus) == {"actor", "rollout", "teacher", "reference"} for split in found)
-    assert found[0].step.seconds <= found[1].step.seconds <= found[2].step.seconds
+    assert len(splits) == 3
+    assert all(set(split.gpus) == {"actor", "rollout", "teacher", "reference"} for split in splits)
+    assert splits[0].step.seconds <= splits[1].step.seconds <= splits[2].step.seconds
 
 
 def test_a_split_of_a_layout_for_few_gpus_is_over_whole_nodes() -> None:

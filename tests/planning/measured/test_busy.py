@@ -56,14 +56,14 @@ def test_a_groups_time_is_what_its_workers_worked_without_waits(tmp_path: Path) 
 def test_on_shared_devices_groups_have_half_of_them_while_both_work(tmp_path: Path) -> None:
     """Of the actor's 3 s two were beside sampling; of the engines' 6 and 4 those two, and the first of them."""
     write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
-    found = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}))
-    assert found == pytest.approx({"actor": 1 + 2 / 2, "rollout": (4 + 2 / 2 + 3 + 1 / 2) / 2})
+    seconds = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}))
+    assert seconds == pytest.approx({"actor": 1 + 2 / 2, "rollout": (4 + 2 / 2 + 3 + 1 / 2) / 2})
 
 
 def test_cores_that_have_room_for_both_slow_neither_down(tmp_path: Path) -> None:
     write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
-    found = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}, at_once=2))
-    assert found == pytest.approx({"actor": 3.0, "rollout": 5.0})
+    seconds = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}, at_once=2))
+    assert seconds == pytest.approx({"actor": 3.0, "rollout": 5.0})
 
 
 def test_paces_are_each_steps_share_of_the_mean(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def test_with_offload_a_step_is_logged_before_the_next_one_begins(tmp_path: Path
         "actor": [("update", 8.25, 13.25), ("send weights", 14.0, 15.0)],
     }
     write_timeline(tmp_path, driver, workers, scored=6.0)
-    found = driver_times(RunTimeline.read(tmp_path))
-    assert (found.start_s, found.record_s, found.prepare_s) == (2.0 + 1.0, 2.0, 1.5)
-    assert found.deliver_s <= 0.5
+    times = driver_times(RunTimeline.read(tmp_path))
+    assert (times.start_s, times.record_s, times.prepare_s) == (2.0 + 1.0, 2.0, 1.5)
+    assert times.deliver_s <= 0.5
 
 
 def test_steps_in_which_workers_ended_are_left_out(tmp_path: Path) -> None:
@@ -128,15 +128,15 @@ def test_what_was_ahead_and_chunks_that_were_begun_are_waited_for_no_more(tmp_pa
         "actor": [("update", 3.0, 10.0), ("update", 10.25, 15.5)],
     }
     write_timeline(tmp_path, driver, workers, scored=0.0)
-    found = driver_times(RunTimeline.read(tmp_path))
-    assert found == DriverTimes(start_s=0.0, record_s=2.0, deliver_s=0.25, prepare_s=1.75, call_s=0.25 + 0.5)
+    times = driver_times(RunTimeline.read(tmp_path))
+    assert times == DriverTimes(start_s=0.0, record_s=2.0, deliver_s=0.25, prepare_s=1.75, call_s=0.25 + 0.5)
 
 
 def test_answers_that_nobody_samples_are_made_by_the_driver(tmp_path: Path) -> None:
     driver: list[Done] = [("request", 0.0, 0.5), ("log", 0.5, 2.0), ("prepare", 5.0, 6.5)]
     write_timeline(tmp_path, driver, {"actor": [("update", 6.5, 16.0)], "rollout": []}, scored=5.0)
-    found = driver_times(RunTimeline.read(tmp_path))
-    assert found == DriverTimes(record_s=2.0, deliver_s=3.0, prepare_s=1.5)
+    times = driver_times(RunTimeline.read(tmp_path))
+    assert times == DriverTimes(record_s=2.0, deliver_s=3.0, prepare_s=1.5)
 
 
 def test_a_timeline_without_the_driver_has_none(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> N
     assert max(run_of(ran, 0, replace(factors, seen=())).lengths(1)) == pytest.approx(100, rel=0.2)
     short = replace(ran, config=with_settings(ran.config, {"rollout.max_response_length": 60}))
     assert sorted(run_of(short, 0, factors).lengths(1)) == [10.0] * 32 + [60.0] * 32
-    given = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=500")
-    assert min(run_of(given, 0, factors).lengths(1)) > 100  # what is asked for goes before what was
+    fixed_length = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=500")
+    assert min(run_of(fixed_length, 0, factors).lengths(1)) > 100  # what is asked for goes before what was
 
 
 def test_training_on_given_answers_waits_for_the_driver_after_every_update() -> None:

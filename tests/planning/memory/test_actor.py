@@ -123,11 +123,11 @@ def test_the_copies_of_a_block_are_counted(name: str, k: int) -> None:
     run = load({"algorithm": {"name": "on_policy_distill", "loss": {"name": name, "top_k": top_k}}})
     micro = collate(samples([chunk + 8], chunk, vocabulary, k), k, [1 / chunk], [1.0])
     head, hidden = torch.nn.Linear(2, vocabulary, bias=False), torch.randn(chunk, 2, requires_grad=True)
-    given = 0 if micro.targets is None else micro.targets.ids.nbytes + micro.targets.logprobs.nbytes
+    target_bytes = 0 if micro.targets is None else micro.targets.ids.nbytes + micro.targets.logprobs.nbytes
     with tensors:
         loss, _ = objective(micro, run.algorithm, run.rollout, chunk)(hidden, head)
         loss.backward()
-    assert tensors.peak - given == pytest.approx(logit_bytes(run.algorithm, vocabulary, chunk, 4), rel=0.08)
+    assert tensors.peak - target_bytes == pytest.approx(logit_bytes(run.algorithm, vocabulary, chunk, 4), rel=0.08)
 
 
 def test_a_nucleus_takes_a_gigabyte_of_a_gpu() -> None:
@@ -215,10 +215,10 @@ def test_qwen_of_one_and_a_half_billion_by_hand() -> None:
     )  # fmt: skip
     micro = MicroBatchSize(2048, 1024)
     for world, share in ((1, 1.0), (4, 0.25)):
-        found = peak_items(shape, Training(run_of(GRPO).algorithm, world, 2, True, 1024, Lora()), micro)
-        assert found["weights"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
-        assert found["gradients"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
-        assert found["optimizer state"] / 1e9 == pytest.approx(12.35 * share, rel=0.01)
+        items = peak_items(shape, Training(run_of(GRPO).algorithm, world, 2, True, 1024, Lora()), micro)
+        assert items["weights"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
+        assert items["gradients"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
+        assert items["optimizer state"] / 1e9 == pytest.approx(12.35 * share, rel=0.01)
         # 28 layers' inputs in bfloat16, of one layer everything: between one and two GB, as is known of such a model.
         # A layer a token: 2 norms (4 + 2 bytes) and 2 inputs of 1536, 12 + 12 + 2 + 2 heads of 128, 4 of 8960 numbers.
         layer = 2 * 6 * 1536 + 8 + 2 * 2 * 1536 + 2 * 2 * 1536 + 2 * 2 * 256 + 4 * 12 + 2 * 4 * 8960

@@ -32,11 +32,11 @@ def test_a_token_of_qwen_takes_28_kilobytes_of_cache() -> None:
 
 def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:
     s = layout_of(*DISTIL)
-    found = pool_memory(s, "rollout", s.config.rollout)
+    memory = pool_memory(s, "rollout", s.config.rollout)
     inside = ("weights", "activations of a step", "context, CUDA graphs", "key-value cache")
-    assert sum(found.items[name] for name in inside) == pytest.approx(0.85 * s.hardware.memory)
-    held = int(found.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
-    assert f"holds {held:,} sequences of 1,280 tokens" in found.notes[0]
+    assert sum(memory.items[name] for name in inside) == pytest.approx(0.85 * s.hardware.memory)
+    held = int(memory.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
+    assert f"holds {held:,} sequences of 1,280 tokens" in memory.notes[0]
     assert concurrent_sequences(s, "rollout", s.config.rollout) == 128
 
 
@@ -50,19 +50,19 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
     shape, engine = s.models.student, s.config.rollout
     small = replace(s, hardware=replace(s.hardware, memory=12e9))
     width = max(layers.width for layers in shape.layers)
-    taken = 2 * shape.n_parameters + 1.1 * 2**30 + 8192 * 2 * (3 * shape.hidden + 3 * width)
-    left = 0.85 * 12e9 - taken - 256 * shape.vocabulary * (2 + 2 * 4)
+    used_bytes = 2 * shape.n_parameters + 1.1 * 2**30 + 8192 * 2 * (3 * shape.hidden + 3 * width)
+    left = 0.85 * 12e9 - used_bytes - 256 * shape.vocabulary * (2 + 2 * 4)
     held = slots_of(small, "rollout", engine)
     assert held == int(left // (kv_bytes(shape, 1, 2) * length)) < 256
-    found = pool_memory(small, "rollout", engine)
-    assert f"max_num_seqs={held}" in found.notes[0]
-    assert found.items["key-value cache"] >= held * kv_bytes(shape, 1, 2) * length
+    memory = pool_memory(small, "rollout", engine)
+    assert f"max_num_seqs={held}" in memory.notes[0]
+    assert memory.items["key-value cache"] >= held * kv_bytes(shape, 1, 2) * length
     for overrides, slots in (
         ((), 128), (("schedule.max_staleness=2",), 192), (("rollout.n=8",), 512), (("rollout.max_num_seqs=7",), 7),
         (("rollout.n=8", "rollout.n_gpus_per_node=2"), 256), (("rollout.n=8", "rollout.engine=hf"), 128),
     ):  # fmt: skip
-        given = layout_of(*DISTIL, *overrides)
-        assert slots_of(given, "rollout", given.config.rollout) == slots, overrides
+        layout = layout_of(*DISTIL, *overrides)
+        assert slots_of(layout, "rollout", layout.config.rollout) == slots, overrides
     on_cpu = layout_of(*DISTIL, "rollout.n=8", on_cpu=True)
     assert slots_of(on_cpu, "rollout", on_cpu.config.rollout) == 128
     longer = layout_of(*large, "rollout.max_response_length=30000")  # at most, and nobody knows at mean

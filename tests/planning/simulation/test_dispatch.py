@@ -52,10 +52,10 @@ class Watched(_Simulation):
         self.queued |= {key(sample) for sample in new}
         before = list(self.waiting)
         super()._hand_out()
-        given = {key(sample): sample.engine for sample in before[: len(before) - len(self.waiting)]}
+        assigned = {key(sample): sample.engine for sample in before[: len(before) - len(self.waiting)]}
         placed = {request.key: engine for engine, its in self.dispatcher.hand_out().items() for request in its}
-        assert given == placed
-        self.n_given += len(given)
+        assert assigned == placed
+        self.n_given += len(assigned)
 
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (4, True)])

@@ -31,7 +31,7 @@ def put(batch: list[ScoredSample]) -> list[TrainingSample]:
 
 def call(worker: Any, method: str, *args: Any) -> Any:
     """Start a method of a part of a rank; returns a reference to its result."""
-    return worker.__ray_call__.remote(lambda it, *given: attrgetter(method)(it)(*given), *args)
+    return worker.__ray_call__.remote(lambda it, *arguments: attrgetter(method)(it)(*arguments), *args)
 
 
 class Ranks:
@@ -62,9 +62,9 @@ class Ranks:
         for worker, part in zip(self.workers, shares, strict=True):
             args = last if method == "compute_logprobs" else ([weights[i] for i in part], sum(lengths), *last)
             calls.append(call(worker, f"trainer.{method}", [samples[i] for i in part], *args))
-        found = ray.get(calls, timeout=120)
-        assert all(f == found[0] for f in found)  # every rank knows the metrics of the whole batch
-        return found[0]
+        metrics = ray.get(calls, timeout=120)
+        assert all(f == metrics[0] for f in metrics)  # every rank knows the metrics of the whole batch
+        return metrics[0]
 
     def weights(self) -> dict[str, Tensor]:
         def pack(number: int) -> list[Bucket]:

@@ -56,13 +56,13 @@ def word(token: int) -> str:
 def drawn() -> list[Drawn]:
     """N responses to each prompt; some end by themselves, others at the limit."""
     rng = np.random.default_rng(0)
-    found = []
+    responses = []
     for prompt in range(len(PROMPTS)):
         for i in range(N):
             cut = i == 1
             ids = rng.integers(2, models.VOCAB, LIMIT if cut else int(rng.integers(1, LIMIT))).tolist()
-            found.append(Drawn(prompt, ids if cut else [*ids, 1], float(rng.integers(0, 4)) / 2))
-    return found
+            responses.append(Drawn(prompt, ids if cut else [*ids, 1], float(rng.integers(0, 4)) / 2))
+    return responses
 
 
 @pytest.fixture(scope="module")
@@ -74,27 +74,27 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     words = Tokenizer(kinds.WordLevel({word(i): i for i in range(models.VOCAB)}, unk_token=word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = {}
+    directories = {}
     for seed, name in enumerate(("student", "teacher")):
-        found[name] = tmp_path_factory.mktemp(name)
-        models.make("qwen2 tied", seed).save_pretrained(found[name])
+        directories[name] = tmp_path_factory.mktemp(name)
+        models.make("qwen2 tied", seed).save_pretrained(directories[name])
         PreTrainedTokenizerFast(tokenizer_object=words, pad_token=word(0), eos_token=word(1)).save_pretrained(
-            found[name]
+            directories[name]
         )
-    return found
+    return directories
 
 
 def scores(path: Path, drawn: Sequence[Drawn], temperature: float = 1.0) -> list[np.ndarray[Any, Any]]:
     """A model's log-probabilities [R, V] at the positions of every response, from transformers."""
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(path), []
+    model, logprobs = AutoModelForCausalLM.from_pretrained(path), []
     for one in drawn:
         prompt = PROMPTS[one.prompt]
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *one.ids]])).logits[0, len(prompt) - 1 : -1]
-        found.append((logits / temperature).log_softmax(-1).numpy())
-    return found
+        logprobs.append((logits / temperature).log_softmax(-1).numpy())
+    return logprobs
 
 
 def trl_steps(
@@ -138,17 +138,17 @@ def trl_steps(
             "num_generations": N,
             "max_steps": arguments["num_iterations"],
         }
-        given: dict[str, Any] = {"reward_funcs": worth}
+        trainer_arguments: dict[str, Any] = {"reward_funcs": worth}
     else:  # one response a prompt, so each prompt as often as it has responses
         rows = [row for row in rows for _ in range(N)]
         common |= {"per_device_train_batch_size": len(drawn)}
-        given = {"teacher_model": str(paths["teacher"])}
+        trainer_arguments = {"teacher_model": str(paths["teacher"])}
     trainer = Given(
         model=str(paths["student"]),
         args=getattr(trl, f"{kind}Config")(**(common | arguments)),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast.from_pretrained(paths["student"]),
-        **given,
+        **trainer_arguments,
     )
     trainer.train()
     norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
@@ -183,8 +183,8 @@ def own_steps(
     if n_updates > 1:
         ray.get(call(worker, "trainer.compute_logprobs", batch, True, False), timeout=60)
     for step in range(1, n_updates + 1):
-        found = ray.get(call(worker, "trainer.update", batch, weights, sum(lengths), step), timeout=60)
-        steps.append(Step(found["actor/loss"], found["actor/grad_norm"]))
+        metrics = ray.get(call(worker, "trainer.update", batch, weights, sum(lengths), step), timeout=60)
+        steps.append(Step(metrics["actor/loss"], metrics["actor/grad_norm"]))
     return steps, rank.weights()
 
 

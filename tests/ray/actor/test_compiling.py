@@ -52,11 +52,11 @@ def loss_and_gradients(student: Student, seed: int, n: int) -> tuple[Tensor, dic
 
 def compare(plain: Student, compiled: Student, seed: int, n: int = 4) -> None:
     expected, slopes = loss_and_gradients(plain, seed, n)
-    loss, found = loss_and_gradients(compiled, seed, n)
+    loss, gradients = loss_and_gradients(compiled, seed, n)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    assert found.keys() == slopes.keys()
+    assert gradients.keys() == slopes.keys()
     for name, value in slopes.items():  # sums of float32 in another order: how far they are apart is the processor's
-        torch.testing.assert_close(found[name], value, rtol=0, atol=3e-5 * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=3e-5 * float(value.abs().max()), msg=name)
 
 
 def students(model: object, path: Path, **settings: object) -> tuple[Student, Student]:

@@ -108,11 +108,11 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
     started = pids(two)
     two.update(small, 1)
     leave(two, 200)
-    found = two.update(batch, 2)
-    told = [record.getMessage() for record in caplog.records if "done again" in record.getMessage()]
+    metrics = two.update(batch, 2)
+    warnings = [record.getMessage() for record in caplog.records if "done again" in record.getMessage()]
     again = two.update(batch, 3)
-    assert contains_in_order("".join(told), "step 2: ", "actor.max_tokens_per_micro_batch=")
-    assert len(told) == sum("done again" in record.getMessage() for record in caplog.records)  # said once
+    assert contains_in_order("".join(warnings), "step 2: ", "actor.max_tokens_per_micro_batch=")
+    assert len(warnings) == sum("done again" in record.getMessage() for record in caplog.records)  # said once
     assert pids(two).isdisjoint(started)  # what waits for another rank is ended
     assert two.version == 3
     after = weights(two)
@@ -122,7 +122,7 @@ def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradien
         one, other = (plain.run("update", learned, step) for _ in range(2))
         expected.append({name: (one[name] + other[name]) / 2 for name in one})
         same = plain.weights()
-    assert found == pytest.approx(expected[1], rel=1e-4)
+    assert metrics == pytest.approx(expected[1], rel=1e-4)
     assert again == pytest.approx(expected[2], rel=1e-4)
     assert all(torch.allclose(after[name], same[name], rtol=0, atol=1e-7) for name in same)
 
@@ -134,8 +134,8 @@ def test_one_sequence_that_does_not_fit_ends_with_advice_and_changes_nothing(two
     with pytest.raises(OutOfMemory, match=r"one sequence .*\d+ tokens; "):
         two.update(put(models.scored(2, k=4, lengths=(12_000, 12_001))), 5)
     assert two.read_applied().step == two.stage().step == 4
-    found = gather([two.write_staged(str(tmp_path))], 60)[0]
-    assert [name for name, _ in found] == ["rank_00000.safetensors", "rank_00001.safetensors"]
+    files = gather([two.write_staged(str(tmp_path))], 60)[0]
+    assert [name for name, _ in files] == ["rank_00000.safetensors", "rank_00001.safetensors"]
     after = weights(two)
     assert all(before[name].equal(after[name]) for name in before)
 
@@ -177,9 +177,9 @@ def test_memory_that_runs_out_in_a_backward_pass_costs_no_gradient(processes: di
         for chunks in ([batch[:2]], [batch[2:5], batch[5:]]):
             actor.accumulate(chunks)
         assert actor.evaluate(batch)["distill/reverse_kl"] > 0  # a validation, before the optimizer step
-        found = actor.apply(3)
-        assert found.pop("timing_s/update") > 0
-        assert found == pytest.approx(plain.run("update", batch, 3), rel=1e-3)
+        metrics = actor.apply(3)
+        assert metrics.pop("timing_s/update") > 0
+        assert metrics == pytest.approx(plain.run("update", batch, 3), rel=1e-3)
         assert actor.version == 3 and pids(actor).isdisjoint(started)
 
 

@@ -46,7 +46,7 @@ def using(ranks: dict[int, Ranks], algorithm: dict[str, object]) -> Iterator[Non
 @pytest.fixture(scope="module")
 def ranks(processes: dict[int, Ranks], model_path: str) -> dict[int, Ranks]:
     """One rank and two ranks of the same student."""
-    return {world: found.become(model_path, config()) for world, found in processes.items()}
+    return {world: group.become(model_path, config()) for world, group in processes.items()}
 
 
 def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int, Ranks]) -> None:
@@ -124,12 +124,12 @@ def test_what_an_engine_computes_otherwise_is_corrected_by_itself(ranks: dict[in
         worker.config = worker.trainer.config = worker.config.model_copy(update={"model": Model(dtype=dtype)})
 
     with using(ranks, {"name": "grpo"}):
-        found = {}
+        metrics = {}
         for dtype in ("bfloat16", "auto"):
             ray.get([w.__ray_call__.remote(compute_in, dtype) for w in ranks[1].workers], timeout=60)
-            found[dtype] = ranks[1].run("update", batch, 5)
-    assert found["auto"]["actor/importance_weight"] == pytest.approx(1.0, abs=1e-6)
-    assert abs(found["bfloat16"]["actor/importance_weight"] - 1) > 0.01
+            metrics[dtype] = ranks[1].run("update", batch, 5)
+    assert metrics["auto"]["actor/importance_weight"] == pytest.approx(1.0, abs=1e-6)
+    assert abs(metrics["bfloat16"]["actor/importance_weight"] - 1) > 0.01
 
 
 def test_evaluate_changes_nothing(ranks: dict[int, Ranks]) -> None:

@@ -38,7 +38,7 @@ def save(ranks: Ranks, path: Path, settings: Config, student: Path) -> SavedChec
     applied = ray.get([call(w, "state.stage") for w in ranks.workers], timeout=60)
     assert all(one == applied[0] for one in applied)
     written = ray.get([call(w, "state.write_staged", str(path / "actor")) for w in ranks.workers], timeout=60)
-    files = {f"actor/{name}": found for name, found in written}
+    files = {f"actor/{name}": checksum for name, checksum in written}
     tree = settings.model_dump(mode="json")
     saved = SavedCheckpoint(path, "end", RunState(applied[0].step), tree, str(student), "float32", {}, files)
     checkpoint.write(saved)
@@ -52,11 +52,11 @@ def read(ranks: Ranks, saved: SavedCheckpoint) -> None:
 
 def everything(saved: SavedCheckpoint) -> dict[str, torch.Tensor]:
     """Weights and moments by name, whole: the rows of all ranks one after the other."""
-    found: dict[str, list[torch.Tensor]] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
     for file in saved.rank_files:
         for name, value in load_file(file).items():
-            found.setdefault(name, []).append(torch.from_numpy(value))
-    return {name: rows[0] if rows[0].ndim == 0 else torch.cat(rows) for name, rows in found.items()}
+            parts.setdefault(name, []).append(torch.from_numpy(value))
+    return {name: rows[0] if rows[0].ndim == 0 else torch.cat(rows) for name, rows in parts.items()}
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_and_is_exported(
     second = save(one, tmp_path / "by_one" / "step_2", settings, student)
     read(two.become(str(student), settings), second)
     third = save(two, tmp_path / "by_two" / "step_2", settings, student)
-    found = [everything(saved) for saved in (first, second, third)]
-    assert {name.partition(".")[0] for name in found[0]} == {"weight", "step", "exp_avg", "exp_avg_sq"}
-    assert found[0].keys() == found[1].keys() == found[2].keys()
-    assert all(value.equal(found[1][name]) and value.equal(found[2][name]) for name, value in found[0].items())
+    contents = [everything(saved) for saved in (first, second, third)]
+    assert {name.partition(".")[0] for name in contents[0]} == {"weight", "step", "exp_avg", "exp_avg_sq"}
+    assert contents[0].keys() == contents[1].keys() == contents[2].keys()
+    assert all(value.equal(contents[1][name]) and value.equal(contents[2][name]) for name, value in contents[0].items())
     assert two.run("update", put(models.scored(5, seed=3)), 3) == expected  # to the last bit
 
     assert export([str(run), "--step", "2", str(tmp_path / "out")]) == 0

@@ -34,11 +34,11 @@ def gradient(ranks: Ranks) -> torch.Tensor:
     """What has been accumulated, of all parameters."""
 
     def collect(worker: ActorWorker) -> torch.Tensor:
-        found = [p.grad for p in worker.trainer.student.parameters()]
-        return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
+        gradients = [p.grad for p in worker.trainer.student.parameters()]
+        return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
 
-    found: torch.Tensor = ray.get([w.__ray_call__.remote(collect) for w in ranks.workers], timeout=60)[0]
-    return found
+    flat: torch.Tensor = ray.get([w.__ray_call__.remote(collect) for w in ranks.workers], timeout=60)[0]
+    return flat
 
 
 def accumulate(ranks: Ranks, samples: list[TrainingSample], weights: list[float], *last: int) -> None:
@@ -77,7 +77,7 @@ def test_chunks_add_up_to_the_batch(
     how = chosen.algorithm.aggregation
     ranks = processes[world]
     other = put(models.scored(3, 7, seed=9))  # a validation, and log-probabilities of the next chunk
-    found: list[tuple[torch.Tensor, dict[str, float]]] = []
+    results: list[tuple[torch.Tensor, dict[str, float]]] = []
     for whole in (True, False):
         ranks.become(model_path, chosen)  # with an optimizer that has done nothing yet
         if whole:
@@ -94,8 +94,8 @@ def test_chunks_add_up_to_the_batch(
         summed = gradient(ranks) * totals.scale
         rows = ray.get([call(w, "trainer.apply", totals, 1) for w in ranks.workers], timeout=60)
         assert all(row == rows[0] for row in rows)
-        found.append((summed, rows[0]))
-    (expected, row), (summed, streamed) = found
+        results.append((summed, rows[0]))
+    (expected, row), (summed, streamed) = results
     assert expected.abs().max() > 0
     assert (summed - expected).norm() <= 1e-6 * expected.norm()
     assert streamed == pytest.approx(row, rel=1e-5, abs=1e-7)  # the clipped norm and the losses among them

@@ -16,10 +16,10 @@ class Part:
     """A part of an engine."""
 
     def __init__(self, engine, span):
-        self.told = (engine, span, os.environ["CUDA_VISIBLE_DEVICES"])
+        self.placement = (engine, span, os.environ["CUDA_VISIBLE_DEVICES"])
 
     def what(self):
-        return self.told
+        return self.placement
 
     def spawn_child(self):
         return spawn()

@@ -43,8 +43,10 @@ def test_an_engine_over_nodes_has_a_part_on_each_and_ends_with_any(placed):
     assert [report.rank for report in engines.followers.reports] == [2, 6]
     gather(engines.submit_build(PART, PART, [("a",), ("b",)], {}), 30)
     leading, following = (group.call("what", timeout_s=30) for group in (engines.leaders, engines.followers))
-    for told, node_rank, nodes in ((leading, 0, by_node[::2]), (following, 1, by_node[1::2])):
-        for (name, span, seen), expected, reports, head in zip(told, "ab", nodes, engines.leaders.reports, strict=True):
+    for parts, node_rank, nodes in ((leading, 0, by_node[::2]), (following, 1, by_node[1::2])):
+        for (name, span, seen), expected, reports, head in zip(
+            parts, "ab", nodes, engines.leaders.reports, strict=True
+        ):
             assert name == expected
             assert (span.nnodes, span.node_rank, span.master_addr) == (2, node_rank, head.ip)
             assert seen == ",".join(r.cuda_visible_devices for r in reports)

@@ -25,15 +25,15 @@ def groups(cluster):
     """Actor of one worker and rollout of two, built together."""
     config = configuration(1, 2, None)
     with connect(config) as session:
-        found = place(config, session).groups
+        by_name = place(config, session).groups
         gather(
             [
-                found["actor"].submit_build(ECHO, [(0,)], environment={"OMP_NUM_THREADS": "3"}),
-                found["rollout"].submit_build(ECHO, [(0,), (1,)]),
+                by_name["actor"].submit_build(ECHO, [(0,)], environment={"OMP_NUM_THREADS": "3"}),
+                by_name["rollout"].submit_build(ECHO, [(0,), (1,)]),
             ],
             60,
         )
-        yield found
+        yield by_name
     assert eventually(lambda: sum(node.free_gpus for node in read_nodes()) == 32)
 
 
@@ -72,9 +72,9 @@ def test_an_error_in_a_stream_is_named_too(groups):
 
 
 def test_one_that_ray_ended_for_lack_of_memory_is_dead_and_others_can_go_on():
-    found = explain(ray.exceptions.OutOfMemoryError("3 workers were killed\nby a long\ntable"), "rollout rank 0")
-    assert isinstance(found, WorkerDied)
-    assert contains_in_order(str(found), "rollout rank 0 ", "memory") and "table" not in str(found)
+    error = explain(ray.exceptions.OutOfMemoryError("3 workers were killed\nby a long\ntable"), "rollout rank 0")
+    assert isinstance(error, WorkerDied)
+    assert contains_in_order(str(error), "rollout rank 0 ", "memory") and "table" not in str(error)
 
 
 def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):
@@ -98,8 +98,8 @@ def test_a_timeout_says_what_was_awaited_and_for_how_long(groups):
 
 
 def test_a_death_names_the_worker_and_the_reason(placed):
-    found = placed(configuration(1, 2, None)).groups
-    actor, rollout = found["actor"], found["rollout"]
+    by_name = placed(configuration(1, 2, None)).groups
+    actor, rollout = by_name["actor"], by_name["rollout"]
     gather([actor.submit_build(ECHO, [(0,)]), rollout.submit_build(ECHO, [(0,), (1,)])], 60)
     pid = rollout.reports[1].pid
     busy = rollout.submit("wait_for_flag")

@@ -210,11 +210,11 @@ def test_a_node_that_leaves_while_pools_are_reserved_is_done_without(placed, clu
     def leave(*arguments, **more):
         if hold.groups:
             if step == "_take":
-                taken = real(*arguments, **more)
+                result = real(*arguments, **more)
             cluster.remove_node(leaving)
             hold.release()
             if step == "_take":
-                return taken
+                return result
         return real(*arguments, **more)
 
     monkeypatch.setattr(reserve_module, step, leave)

@@ -34,7 +34,7 @@ def start(*arguments, **environment):
     )  # fmt: skip
 
 
-def told(run):
+def directory_and_pids(run):
     """Directory and pids that a run tells once it is up."""
     word, directory, *pids = run.stdout.readline().split()
     assert word == "at"
@@ -44,7 +44,7 @@ def told(run):
 def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     """Also of the runs beside: each ends its own processes and no other's."""
     first, second = start(), start(RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
-    (directory, pids), (other, other_pids) = told(first), told(second)
+    (directory, pids), (other, other_pids) = directory_and_pids(first), directory_and_pids(second)
     assert len(pids) == 3
     servers = [Path(f"/proc/{pid}/cmdline").read_text() for pid in reaper.processes_of(directory)]
     unneeded = "dashboard.py", "monitor.py", "log_monitor.py"
@@ -75,7 +75,7 @@ def server(directory, name):
 
 def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_or_hangs():
     done, hanging, waiting = start(), start("impatient"), start("waiting")
-    (directory, pids), (other, other_pids), (third, its_pids) = map(told, (done, hanging, waiting))
+    (directory, pids), (other, other_pids), (third, its_pids) = map(directory_and_pids, (done, hanging, waiting))
     # The raylet has to reach the service before it can read Ray's settings there.
     environment = Path(f"/proc/{server(third, 'raylet')}/environ").read_text().split("\0")
     assert f"{VARIABLE}=3900" in environment
@@ -119,7 +119,7 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
         assert up.returncode == 0, up.stderr
         address = re.search(r"worker --address (\S+)", up.stdout)[1]
         run = start("joined", RAY_ADDRESS=address)
-        _, pids = told(run)
+        _, pids = directory_and_pids(run)
         os.kill(server(directory, "gcs_server"), signal.SIGKILL)
         time.sleep(3.0)
         assert all(map(alive, pids))
@@ -140,7 +140,7 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
 
 def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():
     run = start("starting")
-    directory, _ = told(run)
+    directory, _ = directory_and_pids(run)
     time.sleep(2.0)
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)
@@ -234,7 +234,7 @@ def test_the_next_run_removes_what_a_killed_one_and_its_watchdog_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "expected"),
     [
         ("127.0.0.1:9", "nothing answers"),
         ("nowhere.invalid:6379", "nothing answers"),
@@ -243,8 +243,8 @@ def test_the_next_run_removes_what_a_killed_one_and_its_watchdog_left(tmp_path):
         ("somewhere", "expected host:port"),
     ],
 )
-def test_an_address_that_cannot_be_is_one_line(address, said):
-    with pytest.raises(ConfigError, match=said) as caught, connect(configuration(address=address)):
+def test_an_address_that_cannot_be_is_one_line(address, expected):
+    with pytest.raises(ConfigError, match=expected) as caught, connect(configuration(address=address)):
         pass
     assert str(caught.value).startswith(f"cluster.address={address}: ")
     assert "\n" not in str(caught.value)
@@ -254,8 +254,8 @@ def test_an_address_that_takes_the_call_but_is_no_ray_is_one_line(monkeypatch):
     monkeypatch.setattr("gkd.cluster.session.connect.CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-        said = r"^RAY_ADDRESS=.*: what answers there is not a Ray"
-        with pytest.raises(ConfigError, match=said), connect(configuration()):
+        pattern = r"^RAY_ADDRESS=.*: what answers there is not a Ray"
+        with pytest.raises(ConfigError, match=pattern), connect(configuration()):
             pass
 
 
@@ -265,7 +265,7 @@ def test_simulated_gpus_cannot_be_added_to_a_cluster():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"simulate_gpus": 2}, "2 on 1 node"),
         ({"simulate_gpus": None}, "0 on 1 node.*cluster.simulate_gpus=3"),
@@ -274,11 +274,11 @@ def test_simulated_gpus_cannot_be_added_to_a_cluster():
         ({"simulate_gpus": "auto", "teacher": {"gpus": [8]}}, "teacher.gpus=8 is beyond .* GPUs 0-7"),
     ],
 )
-def test_what_does_not_fit_this_machine_ends_before_ray_starts(monkeypatch, settings, said):
+def test_what_does_not_fit_this_machine_ends_before_ray_starts(monkeypatch, settings, expected):
     monkeypatch.delenv(gpu.VISIBLE, raising=False)
     monkeypatch.setattr(gpu, "nvml_uuids", lambda: [])
     monkeypatch.setattr("gkd.cluster.session.connect._start_private", None)
-    with pytest.raises(ConfigError, match=said), connect(configuration(**settings)):
+    with pytest.raises(ConfigError, match=expected), connect(configuration(**settings)):
         pass
 
 

@@ -112,7 +112,7 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--simulate-gpus", "8", "rollout.n_gpus_per_node=4", "teacher.n_gpus_per_node=4"], "nearest that fits: "),
         (["--simulate-gpus", "8", "teacher.gpus=7-8"], "teacher.gpus=7-8 is beyond this cluster"),
@@ -128,14 +128,14 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
         (["--jsn"], "--help"),
     ],
 )
-def test_what_cannot_be_placed_ends_in_one_line(capfd, arguments, said, monkeypatch):
+def test_what_cannot_be_placed_ends_in_one_line(capfd, arguments, expected, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(verify_gpus, "exit_on_signals", lambda: None)
     assert verify_gpus.main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    assert said in err
+    assert expected in err
     assert err.count("\n") == 1
 
 

@@ -33,11 +33,11 @@ DATA = {"train": "1", "val": "2"}
 
 
 @ray.remote(num_cpus=0)
-def later(found: object, file: str) -> object:
-    """``found``, once ``file`` is there."""
+def later(value: object, file: str) -> object:
+    """``value``, once ``file`` is there."""
     while not Path(file).exists():
         time.sleep(0.01)
-    return found
+    return value
 
 
 class Actor:
@@ -68,8 +68,8 @@ class Actor:
 
         file = Path(directory, "rank_00000.safetensors")
         file.write_bytes(b"weights of %d" % (self.step or 0))
-        found = (file.name, compute_checksum(file))
-        ref = fail.remote() if self.broken else later.remote(found, str(self.until)) if self.until else ray.put(found)
+        entry = (file.name, compute_checksum(file))
+        ref = fail.remote() if self.broken else later.remote(entry, str(self.until)) if self.until else ray.put(entry)
         return PendingCall("writing", ("actor rank 0",), (ref,))
 
 
@@ -97,7 +97,7 @@ def _ray(local_ray: None) -> None:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     caplog.set_level(logging.INFO, "gkd")
     yield caplog
 
@@ -107,8 +107,8 @@ def test_the_newest_whole_one_is_found_and_old_ones_are_forgotten(tmp_path: Path
     write(config, tmp_path, 8, 9)
     (tmp_path / "checkpoints" / "step_50").mkdir()  # a run was ended while it wrote this one
     write(config, tmp_path, 100)
-    found = find(config, tmp_path)
-    assert (found.path.name, found.state.step, found.state.prompts) == ("step_100", 100, {"drawn": 800})
+    newest = find(config, tmp_path)
+    assert (newest.path.name, newest.state.step, newest.state.prompts) == ("step_100", 100, {"drawn": 800})
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_100"
     assert names(tmp_path) == {"step_9", "step_100"}
 
@@ -143,13 +143,13 @@ def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_run(
-    tmp_path: Path, told: pytest.LogCaptureFixture
+    tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), tmp_path)
     writer.save_if_due(Actor(1), RunState(1))
     writer.save_if_due(Actor(2, broken=True), RunState(2))
     writer.wait()
-    (text,) = (record.getMessage() for record in told.records)
+    (text,) = (record.getMessage() for record in log.records)
     assert contains_in_order(text, "checkpoint", "step 2", "no space", "/there")
     assert names(tmp_path) == {"step_1"}
     writer.finish()
@@ -164,7 +164,7 @@ def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_ru
         stopped_early.finish()
 
 
-def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     """Whatever the run knew when it ended: between update and row the checkpoint has what is left to do."""
 
     def ended(actor: Actor, output: Path) -> RunState | None:
@@ -182,25 +182,25 @@ def test_a_checkpoint_is_called_what_the_actor_has(tmp_path: Path, told: pytest.
     assert after is not None
     assert (after.step, after.prompts, after.last_logged_step) == (6, {"drawn": 6}, 5)
     assert after.row == {"length": 2.0, "actor/loss": 1.5}
-    text = told.text
+    text = log.text
     assert contains_in_order(text, "no checkpoint", "actor", "no checkpoint", "step 6")
     assert contains_in_order(text, f"step 6: {tmp_path / '6' / 'checkpoints' / 'step_6'} ", "trainer.resume=true")
 
 
-def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_one_that_takes_too_long_is_given_up_and_said(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     """As on a disk that does not answer: training goes on, and without a word nobody would know what is missing."""
     writer = checkpoints(load({"trainer": {"save_minutes": 1e-9, "save_timeout_s": 0.1}}), tmp_path)
     writer.save_if_due(Actor(1, until=tmp_path / "written"), RunState(1))
     time.sleep(0.2)
     writer.train(RunState(2, row={}))
     (tmp_path / "written").touch()
-    (text,) = told.messages
+    (text,) = log.messages
     assert contains_in_order(text, "step 1 ", "0.1 s (trainer.save_timeout_s)")
     assert not names(tmp_path)
 
 
 def test_no_error_while_a_run_is_saved_hides_what_ended_it(
-    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone() -> AppliedUpdate:
         raise ValueError("Ray is\nnot there")
@@ -209,24 +209,24 @@ def test_no_error_while_a_run_is_saved_hides_what_ended_it(
     monkeypatch.setattr(actor, "read_applied", gone)
     writer.train(RunState(1, row={}))
     writer.rescue(actor)
-    first, second = told.messages
+    first, second = log.messages
     assert contains_in_order(first, "no checkpoint", "ValueError: Ray is") and contains_in_order(
         second, "no checkpoint"
     )
 
 
 def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
-    tmp_path: Path, told: pytest.LogCaptureFixture
+    tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     writer = checkpoints(load({"trainer": {"save_minutes": 1e-9}}), tmp_path)
     nothing = checkpoints(load(SAME), tmp_path / "nothing")
     nothing.train(RunState(1, row={}))
     nothing.rescue(Actor(0))  # no step is done
-    assert not told.records
+    assert not log.records
     writer.save_if_due(Actor(1), RunState(1))
     writer.train(RunState(2, row={}))
     writer.rescue(Actor(None))
-    assert f"step 1: {tmp_path / 'checkpoints' / 'step_1'} (" in told.records[-1].getMessage()
+    assert f"step 1: {tmp_path / 'checkpoints' / 'step_1'} (" in log.records[-1].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_newest_intact_one_is_taken_and_damaged_ones_are_named(
-    damage: str, tmp_path: Path, told: pytest.LogCaptureFixture
+    damage: str, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="complete checkpoint"):
         find(load(SAME), tmp_path)
@@ -313,7 +313,7 @@ def test_the_newest_intact_one_is_taken_and_damaged_ones_are_named(
     change, message = DAMAGE[damage]
     change(tmp_path / "checkpoints" / "step_6")
     assert find(load(SAME), tmp_path).state.step == 5
-    (text,) = (record.getMessage() for record in told.records)
+    (text,) = (record.getMessage() for record in log.records)
     assert text.startswith(f"{tmp_path / 'checkpoints' / 'step_6'} is damaged")
     assert message in text
     _flip(tmp_path / "checkpoints" / "step_5" / "actor" / "rank_00000.safetensors")
@@ -345,24 +345,24 @@ def full(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", path], check=True)
 
 
-def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, told: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, log: pytest.LogCaptureFixture) -> None:
     writer = checkpoints(load({"trainer": {"total_steps": 3, "save_every": 1}}), full)
     (full / "filling").write_bytes(b"x" * (40 << 10))
     writer.save_if_due(Actor(1), RunState(1, {"x" * 50_000: 1}))
     writer.wait()
-    (text,) = (record.getMessage() for record in told.records)
+    (text,) = (record.getMessage() for record in log.records)
     path = full / "checkpoints" / "step_1" / "state.json"
     assert contains_in_order(text, "checkpoint", "step 1 ", "no space", path)
     assert not names(full)
 
 
-def test_a_finished_run_is_said_to_be(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_is_said_to_be(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assert explain_finished(load(SAME), tmp_path) is None
     (tmp_path / "summary.json").write_text('{"steps": 10}')
     assert explain_finished(load(SAME), tmp_path) is None  # its student is missing: that part is to be done
-    assert "its student" in told.text
+    assert "its student" in log.text
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")

@@ -39,8 +39,8 @@ def workers(local_ray: None) -> Iterator[list[object]]:
 
 def test_eight_engines_are_eight_times_as_fast_as_one(workers: list[object]) -> None:
     """In passes of the engines, which take a fixed time: how busy other programs keep the machine does not matter."""
-    found = tuple(reports("rollout", *(f"GPU-{i}" for i in range(N))))
-    group = Group("rollout", tuple(workers), found)
+    worker_reports = tuple(reports("rollout", *(f"GPU-{i}" for i in range(N))))
+    group = Group("rollout", tuple(workers), worker_reports)
     target = "tests.ray.evaluation.imposed:ImposedRollout"
     gather([group.submit_build(target, [(settings(), rank) for rank in range(N)])], 120)
     rollout = RolloutGroup(group, settings())

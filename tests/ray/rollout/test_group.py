@@ -55,12 +55,12 @@ def settings() -> Config:
 def built(engines: list[Group], ranks: Sequence[int], target: str = "tests.ray.rollout.toy:ToyRollout") -> Group:
     workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in ranks)
     engines.append(Group("rollout", workers, ()))
-    found = tuple(reports("rollout", *(f"GPU-{i}" for i in range(max(ranks) + 1)))[rank] for rank in ranks)
-    group = Group("rollout", workers, found)
+    worker_reports = tuple(reports("rollout", *(f"GPU-{i}" for i in range(max(ranks) + 1)))[rank] for rank in ranks)
+    group = Group("rollout", workers, worker_reports)
     gather([group.submit_build(target, [(settings(), rank) for rank in ranks])], 120)
     node = ray.get_runtime_context().get_node_id()
     pids = group.control("pid", timeout_s=30)
-    known = tuple(replace(r, pid=pid, node_id=node) for r, pid in zip(found, pids, strict=True))
+    known = tuple(replace(r, pid=pid, node_id=node) for r, pid in zip(worker_reports, pids, strict=True))
     return Group("rollout", workers, known)
 
 
@@ -183,16 +183,16 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
 
     def lose() -> list[ExpectedReplica]:
         """What clients are to wait for until it is back."""
-        found: list[ExpectedReplica] = []
-        while not any(expected.within_s == 60.0 for expected in found):
+        replicas: list[ExpectedReplica] = []
+        while not any(expected.within_s == 60.0 for expected in replicas):
             for ref in ray.wait(watch.calls, num_returns=1, timeout=0.2)[0]:
                 watch.lose(ref)
-            found += watch.poll()
+            replicas += watch.poll()
         assert watch.absent_replicas() == [ExpectedReplica("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
         assert watch.groups[0].workers == ()
         threads[-1].join(60)
         assert watch.poll() == [] and watch.absent_replicas() == []
-        return found
+        return replicas
 
     caplog.set_level(logging.WARNING, "gkd")
     for number in (signal.SIGKILL, signal.SIGSTOP):

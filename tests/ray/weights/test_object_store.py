@@ -39,10 +39,10 @@ CPU = torch.device("cpu")
 
 def sent(bucket_mb: int, checksum: bool) -> list[Bucket]:
     settings = Weights(transfer="object_store", bucket_mb=bucket_mb, checksum=checksum)
-    publisher, found = Publisher(settings, CPU, lambda: iter(TENSORS.items())), []
-    while not found or not found[-1].last:
-        found.append(publisher.pack(3, len(found), packs=True))
-    return found
+    publisher, buckets = Publisher(settings, CPU, lambda: iter(TENSORS.items())), []
+    while not buckets or not buckets[-1].last:
+        buckets.append(publisher.pack(3, len(buckets), packs=True))
+    return buckets
 
 
 def receive(bucket: Bucket, **settings: Any) -> dict[str, torch.Tensor]:
@@ -58,9 +58,9 @@ def test_every_tensor_arrives_as_it_was(
         "gkd.weights.publishing.split_into_buckets", lambda tensors, _: split_into_buckets(tensors, bucket_bytes)
     )
     buckets = sent(1, checksum)
-    found = {name: t for bucket in buckets for name, t in receive(bucket).items()}
-    assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in TENSORS.items())
+    received = {name: t for bucket in buckets for name, t in receive(bucket).items()}
+    assert received.keys() == TENSORS.keys()
+    assert all(torch.equal(received[n], t) and received[n].dtype == t.dtype for n, t in TENSORS.items())
     assert [bucket.number for bucket in buckets] == list(range(n))
     assert [bucket.last for bucket in buckets] == [False] * (n - 1) + [True]
 

@@ -48,9 +48,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def group(name: str, gpus: list[str], target: str, args: list[tuple[Any, ...]]) -> Group:
     """Built workers that believe to be on these GPUs."""
     workers = [RemoteWorker.options(num_cpus=0).remote() for _ in gpus]
-    found = Group(name, tuple(workers), tuple(reports(name, *gpus)))
-    gather([found.submit_build(target, args, environment={"OMP_NUM_THREADS": "1"})], 120)
-    return found
+    built = Group(name, tuple(workers), tuple(reports(name, *gpus)))
+    gather([built.submit_build(target, args, environment={"OMP_NUM_THREADS": "1"})], 120)
+    return built
 
 
 def settings(transfer: str, **weights: object) -> Config:
@@ -75,18 +75,18 @@ class System:
         self.actor.version = version
         self.sync.push()
 
-    def found(self) -> list[Any]:
-        return self.rollout.living_group.control("found", timeout_s=30)
+    def engine_states(self) -> list[Any]:
+        return self.rollout.living_group.control("state", timeout_s=30)
 
     def expect_served(self, version: int) -> list[Any]:
         """Every living engine has exactly the actor's weights and may sample from them."""
-        expected, found = self.actor.group.call("gathered", timeout_s=30)[0], self.found()
-        for tensors, served, intact, _, _ in found:
+        expected, states = self.actor.group.call("gathered", timeout_s=30)[0], self.engine_states()
+        for tensors, served, intact, _, _ in states:
             assert served == version
             assert intact
             assert tensors.keys() == expected.keys()
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-        return found
+        return states
 
     def trouble(self, engine: int, what: str, number: int) -> None:
         self.rollout.group.select([engine]).control("make_trouble", what, number, timeout_s=30)
@@ -96,15 +96,15 @@ class System:
 def actors(local_ray: None, model_path: str) -> Iterator[Group]:
     """Two ranks of a student; they outlive what goes wrong with engines."""
     config = settings("ipc")
-    found = group(
+    ranks = group(
         "actor",
         ACTOR_GPUS,
         "tests.ray.weights.actor:CpuActor",
         [(config, model_path, rank, 2, ACTOR_GPUS) for rank in range(2)],
     )
-    ActorGroup(found, config, model_path, lambda: found).load()
-    yield found
-    end(found)
+    ActorGroup(ranks, config, model_path, lambda: ranks).load()
+    yield ranks
+    end(ranks)
 
 
 def start(actors: Group, engines: Group, config: Config) -> System:
@@ -125,8 +125,8 @@ def end_worker(worker: Any) -> None:
     assert ray.wait([life], timeout=30)[0]
 
 
-def end(found: Group) -> None:
-    for worker in found.workers:
+def end(pool: Group) -> None:
+    for worker in pool.workers:
         ray.kill(worker)
 
 
@@ -150,12 +150,12 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
         # One to each rank, and to an engine where a collective needs it, however many buckets there are.
         assert (calls["sending"], calls["loading"]) == (2, 2 if transfer == "nccl" else 0)
         assert calls["becoming"] == (2 if transfer == "nccl" and version == 1 else 0)  # to join the group
-        found = system.expect_served(version)
+        states = system.expect_served(version)
         if transfer != "object_store":
-            assert all(buckets > 3 for *_, buckets, _ in found)
+            assert all(buckets > 3 for *_, buckets, _ in states)
     if transfer == "nccl":  # met once for both pushes, each with a place of its own
-        assert [groups[-1] for *_, groups in found] == [(1, 3), (2, 3)]
-        assert [len(groups) for *_, groups in found] == [1 + checksum] * 2
+        assert [groups[-1] for *_, groups in states] == [(1, 3), (2, 3)]
+        assert [len(groups) for *_, groups in states] == [1 + checksum] * 2
 
 
 def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors: Group, pair: Group) -> None:
@@ -167,7 +167,7 @@ def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors:
     with ThreadPoolExecutor() as pool:
         push = pool.submit(system.push, 2)
         time.sleep(1.5)
-        assert [(version, samples) for _, version, samples, _, _ in system.found()] == [(1, True), (1, True)]
+        assert [(version, samples) for _, version, samples, _, _ in system.engine_states()] == [(1, True), (1, True)]
         assert not push.done()
         push.result(30)
     system.expect_served(2)
@@ -208,8 +208,8 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     system.trouble(1, "damage", 1)
     with pytest.raises(RunFailed, match=r"^weights version 7, bucket 2 .*\(weights\.checksum"):
         system.push(7)
-    (found,) = system.found()
-    assert (found[1], found[2]) == (2, False)
+    (state,) = system.engine_states()
+    assert (state[1], state[2]) == (2, False)
     system.rollout.submit([SampleRequest(Prompt(0, np.ones(1, np.int32), ""), 0, 0, Sampling(1))])
     time.sleep(1.0)
     assert system.rollout.group.select([1]).control("progress", timeout_s=30) == [(0, 1)]  # it waits, unsampled

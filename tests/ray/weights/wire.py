@@ -193,7 +193,7 @@ class CpuRollout(rollout_worker.RolloutWorker):
         """Have the engine's thread do a step of so long, which nobody waits for."""
         self.loop.submit(lambda: time.sleep(seconds))
 
-    def found(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
+    def state(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
         """Tensors, version, whether it may sample, buckets of the last push, and NCCL groups it has been in."""
         engine = self.engine
         return engine.tensors, engine.version, not self.sampler.held, engine.buckets, engine.groups

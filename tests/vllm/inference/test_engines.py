@@ -99,10 +99,10 @@ def run(engine: InferenceEngine[SampleRequest, Sample], sample_requests: list[Sa
     return [samples[key] for key in sorted(samples)]
 
 
-def worst_difference(model: torch.nn.Module, sample_requests: list[SampleRequest], found: list[Sample]) -> float:
+def worst_difference(model: torch.nn.Module, sample_requests: list[SampleRequest], samples: list[Sample]) -> float:
     """Largest |log p| between what the engine said of its tokens and the model's own softmax(logits / T)."""
     worst = 0.0
-    for request, finished in zip(sample_requests, found, strict=True):
+    for request, finished in zip(sample_requests, samples, strict=True):
         prompt = request.prompt.token_ids
         ids = torch.from_numpy(finished.token_ids.astype(np.int64))
         assert np.array_equal(ids[: len(prompt)], prompt)
@@ -119,10 +119,10 @@ def worst_difference(model: torch.nn.Module, sample_requests: list[SampleRequest
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_logprobs_are_those_of_what_was_sampled_from(pair, name: str, temperature: float) -> None:
     sample_requests = requests(Sampling(12, temperature))
-    found = run(pair[name], sample_requests)
-    assert len(found) == len(sample_requests)
-    assert worst_difference(pair["model"], sample_requests, found) < 2e-4
-    for finished in found:
+    samples = run(pair[name], sample_requests)
+    assert len(samples) == len(sample_requests)
+    assert worst_difference(pair["model"], sample_requests, samples) < 2e-4
+    for finished in samples:
         ended = finished.finish_reason == "stop"
         assert ended == (finished.sampled_ids[-1] == EOS)  # the end token is part of the response
         assert EOS not in finished.sampled_ids[:-1]
@@ -135,8 +135,8 @@ def test_more_prompts_than_fit_into_one_step(pair) -> None:
     rng = np.random.default_rng(1)
     prompts = [Prompt(i, rng.integers(2, N_TOKENS, 50).astype(np.int32), "") for i in range(20)]
     sample_requests = [SampleRequest(p, 0, 7 + p.id, Sampling(8)) for p in prompts]
-    found = run(pair["vllm"], sample_requests)
-    assert worst_difference(pair["model"], sample_requests, found) < 2e-4
+    samples = run(pair["vllm"], sample_requests)
+    assert worst_difference(pair["model"], sample_requests, samples) < 2e-4
 
 
 def test_vllm_makes_an_output_of_a_request_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +211,10 @@ def test_truncation_and_penalty_are_those_of_the_trainer(pair, name: str, how: d
     from gkd.losses.policy import token_logprobs
 
     sample_requests = requests(Sampling(12, 0.8, **how))
-    found = run(pair[name], sample_requests)
-    micro = collate([ScoredSample(sample) for sample in found], None, [1.0] * len(found), [0.0] * len(found))
+    samples = run(pair[name], sample_requests)
+    micro = collate([ScoredSample(sample) for sample in samples], None, [1.0] * len(samples), [0.0] * len(samples))
     rows = []
-    for sample in found:
+    for sample in samples:
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         with torch.no_grad():
             rows.append(pair["model"](ids[None]).logits[0, len(sample.request.prompt.token_ids) - 1 : -1].float())
@@ -234,10 +234,10 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
         pushed = make(pair["tied"], seed)
         state = {n: t for n, t in pushed.state_dict().items() if not (pair["tied"] and n == "lm_head.weight")}
         load_in_buckets(pair[name], state.items(), version)
-        found = run(pair[name], sample_requests)
-        assert {span.version for sample in found for span in sample.versions} == {version}
-        assert worst_difference(pushed, sample_requests, found) < 2e-4
-        assert worst_difference(pair["model"], sample_requests, found) > 0.1  # the old weights would not have passed
+        samples = run(pair[name], sample_requests)
+        assert {span.version for sample in samples for span in sample.versions} == {version}
+        assert worst_difference(pushed, sample_requests, samples) < 2e-4
+        assert worst_difference(pair["model"], sample_requests, samples) > 0.1  # the old weights would not have passed
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
@@ -252,12 +252,12 @@ def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
     spec = dataclasses.replace(small_spec(str(tmp_path)), settings=Rollout(stop=list(STOPS)))
     engine: Any = {"vllm": VLLMSampler, "hf": HFSampler}[name](spec)
     try:
-        found = run(engine, requests(Sampling(40, 2.0, stop=STOPS), n=24))
+        samples = run(engine, requests(Sampling(40, 2.0, stop=STOPS), n=24))
     finally:
         engine.close()
-    texts = ["".join(LETTERS[i] for i in sample.sampled_ids if i != EOS) for sample in found]
+    texts = ["".join(LETTERS[i] for i in sample.sampled_ids if i != EOS) for sample in samples]
     stopped = 0
-    for sample, text in zip(found, texts, strict=True):
+    for sample, text in zip(samples, texts, strict=True):
         at = min((text.find(s) + len(s) for s in STOPS if s in text), default=None)
         assert at in (None, len(text)), text  # nothing after it
         assert (sample.finish_reason == "stop") == (at is not None or sample.sampled_ids[-1] == EOS)

@@ -48,11 +48,11 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     not_begun = [request for request in waiting if request.status.name == "WAITING"]
     assert len(not_begun) >= len(queued)
     assert {request.cache_salt for request in not_begun} == {str(version) if engine._salted else None}
-    found: dict[int, Sample] = {}
+    by_key: dict[int, Sample] = {}
     while engine.has_unfinished_requests():
-        found |= dict(engine.step())
-    assert len(found) == len(sample_requests) + len(queued) - len(ended) > 4
-    return [found[key] for key in sorted(found)]
+        by_key |= dict(engine.step())
+    assert len(by_key) == len(sample_requests) + len(queued) - len(ended) > 4
+    return [by_key[key] for key in sorted(by_key)]
 
 
 def differences(seed: int, sample: Sample, span: VersionSpan) -> np.ndarray[Any, Any]:

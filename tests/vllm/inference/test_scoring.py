@@ -148,18 +148,18 @@ def test_both_engines_answer_alike(teacher: ScoringClient, tiny_llama: Path) -> 
     while engine.has_unfinished_requests():
         own |= dict(engine.step())
     for key, future in [(key, teacher.submit(request)) for key, request in enumerate(requests)]:
-        found, answer = future.result(30), own[key]
-        if not isinstance(found, Target):
-            np.testing.assert_array_equal(found, answer)
+        reply, answer = future.result(30), own[key]
+        if not isinstance(reply, Target):
+            np.testing.assert_array_equal(reply, answer)
             continue
-        assert found.temperature == answer.temperature
-        assert (found.ids.dtype, found.ids.shape) == (answer.ids.dtype, answer.ids.shape)
-        np.testing.assert_allclose(found.token_logprobs, answer.token_logprobs, atol=1e-4)
-        np.testing.assert_allclose(found.logprobs, answer.logprobs, atol=1e-4)
-        assert (found.ids != answer.ids).sum() <= 0.01 * found.ids.size  # near ties
-        assert (found.tail_logprobs is None) == (answer.tail_logprobs is None)
-        if found.tail_logprobs is not None:
-            np.testing.assert_allclose(found.tail_logprobs, answer.tail_logprobs, atol=1e-4)
+        assert reply.temperature == answer.temperature
+        assert (reply.ids.dtype, reply.ids.shape) == (answer.ids.dtype, answer.ids.shape)
+        np.testing.assert_allclose(reply.token_logprobs, answer.token_logprobs, atol=1e-4)
+        np.testing.assert_allclose(reply.logprobs, answer.logprobs, atol=1e-4)
+        assert (reply.ids != answer.ids).sum() <= 0.01 * reply.ids.size  # near ties
+        assert (reply.tail_logprobs is None) == (answer.tail_logprobs is None)
+        if reply.tail_logprobs is not None:
+            np.testing.assert_allclose(reply.tail_logprobs, answer.tail_logprobs, atol=1e-4)
 
 
 def test_a_long_prompt_is_computed_once_for_its_samples(

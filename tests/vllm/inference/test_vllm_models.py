@@ -16,9 +16,9 @@ def test_sizes_are_those_of_the_installed_vllm() -> None:
 def test_architectures_are_those_of_the_installed_vllm() -> None:
     from vllm.model_executor.models import ModelRegistry
 
-    found = architectures()
-    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "PhiForCausalLM"} <= found
-    assert found <= set(ModelRegistry.get_supported_archs())
+    names = architectures()
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "PhiForCausalLM"} <= names
+    assert names <= set(ModelRegistry.get_supported_archs())
 
 
 def test_there_is_no_selective_scan_in_the_installed_vllm() -> None:

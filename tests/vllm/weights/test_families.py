@@ -105,14 +105,14 @@ def test_the_engine_becomes_what_is_pushed(family: str, started: Engines, tmp_pa
     run(engine, sample_requests)
     for version in (1, 2):
         load_in_buckets(engine, pushes[version].items(), version)
-        found = run(engine, sample_requests)
+        samples = run(engine, sample_requests)
         if family not in OWN_WAY:
-            assert worst_difference(models[version], sample_requests, found) < 2e-4
+            assert worst_difference(models[version], sample_requests, samples) < 2e-4
         assert (
-            worst_difference(models[version - 1], sample_requests, found) > 0.1
+            worst_difference(models[version - 1], sample_requests, samples) > 0.1
         )  # the old weights would not have passed
     if family in OWN_WAY:
-        for a, b in zip(new, found, strict=True):
+        for a, b in zip(new, samples, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
 

@@ -41,9 +41,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     path: Path = tmp_path_factory.mktemp("model")
     make(True, seed=0).save_pretrained(path)
-    found = VLLMSampler(small_spec(str(path), transfer=request.param))
-    yield found
-    found.close()
+    sampler = VLLMSampler(small_spec(str(path), transfer=request.param))
+    yield sampler
+    sampler.close()
 
 
 def buckets(model: nn.Module, version: int, transfer: str) -> Iterator[Bucket]:
@@ -68,9 +68,9 @@ def test_the_engine_becomes_the_pushed_model_bucket_by_bucket(engine: Any) -> No
             count += 1
         assert count > 3
         assert engine.llm.get_weight_version() == str(version)
-        found = run(engine, sample_requests)
-        assert worst_difference(pushed, sample_requests, found) < 2e-4
-        assert worst_difference(make(True, 0), sample_requests, found) > 0.1
+        samples = run(engine, sample_requests)
+        assert worst_difference(pushed, sample_requests, samples) < 2e-4
+        assert worst_difference(make(True, 0), sample_requests, samples) > 0.1
 
 
 @pytest.mark.parametrize("engine", [COPY], indirect=True)
