@@ -25,6 +25,31 @@ class NodeSpan:
     master_port: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Holds what an engine is planned for: a model on one device, and the sequences that it works on at a time.
+
+    ``n_parameters``: of the model, ``head`` of them the head's, which is the embedding as well where ``tied``. Bytes:
+    ``dtype_bytes`` of a number, ``kv_bytes`` of the keys and values of a token, ``pass_bytes`` of the activations of a
+    token in a forward pass that keeps none. ``longest``: tokens of the longest sequence; ``scored``: the share of
+    tokens that are scored, with the ``top_k`` most likely in the place of each.
+    """
+
+    device: Device
+    n_parameters: int
+    head: int
+    tied: bool
+    hidden: int
+    vocabulary: int
+    dtype_bytes: int
+    kv_bytes: int
+    pass_bytes: int
+    n_sequences: int
+    longest: int
+    scored: float
+    top_k: int
+
+
 def installed_device() -> Device:
     """Return where engines run on this machine: "cpu" when the CPU build of vLLM is installed, "cuda" otherwise."""
     try:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from gkd.config.device import Device, Dtype, NodeSpan
+from gkd.config.device import Device, Dtype, EngineLoad, NodeSpan
 from gkd.errors import ConfigError
 from gkd.inference.requests import Limits, RequestRejected
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 ENTRY_BYTES = 8 + 4
 """Of a top K on a GPU: an id and a log-probability."""
+RESULT_ENTRY_BYTES = 4 + 4
+"""Of a result's top K on the host."""
+FLOAT_BYTES = 4
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
@@ -174,6 +177,17 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     def batched_tokens(cls, vocabulary: int, settings: Any, device: Device) -> int | None:
         """Return the tokens of a step of an engine that scores; None: as many as the library chooses."""
         return cls.pass_tokens[device]
+
+    @classmethod
+    def memory(cls, load: EngineLoad) -> dict[str, float]:
+        """Return the bytes by item that an engine takes at its worst moment, of one without ``managed_memory``."""
+        passed = load.n_sequences * load.longest * load.pass_bytes
+        return {"weights": float(load.dtype_bytes * load.n_parameters), "activations": float(passed)}
+
+    @classmethod
+    def quantized_bits(cls, method: str) -> int | None:
+        """Return the bits of a weight that ``quantization`` leaves; None where the class does not know."""
+        return None
 
     @classmethod
     def top_k_bytes(cls, tokens: int, k: int) -> int:

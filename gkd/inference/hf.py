@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gkd.config.device import EngineLoad
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.decoding import decode, is_decoded_plainly
-from gkd.inference.engine import EngineSpec, ModuleEngine
+from gkd.inference.engine import FLOAT_BYTES, EngineSpec, ModuleEngine
 from gkd.modeling.architecture import exact_attention
 from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
 
@@ -129,6 +130,15 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         self._is_plain = is_decoded_plainly(self.model)
         self._as_in_files = False
         """Whether the model holds its weights under the names and in the shapes of its files; known after a push."""
+
+    @classmethod
+    def memory(cls, load: EngineLoad) -> dict[str, float]:
+        """Count a cache for every sequence of a batch at full length, and their float32 logits."""
+        return {
+            "weights": float(load.dtype_bytes * load.n_parameters),
+            "key-value cache": float(load.n_sequences * load.longest * load.kv_bytes),
+            "logits": float(3 * load.n_sequences * load.vocabulary * FLOAT_BYTES),
+        }
 
     def add(self, key: int, request: SampleRequest) -> None:
         """Queue a request. Raises ValueError when it is longer than the model's positions."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gkd.config.device import EngineLoad
 from gkd.errors import ConfigError, RunFailed, describe_error
-from gkd.inference.engine import EngineSpec, ModuleEngine
+from gkd.inference.engine import FLOAT_BYTES, RESULT_ENTRY_BYTES, EngineSpec, ModuleEngine
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.types import Int32, Target
 
@@ -98,6 +99,24 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         )
         self._waiting: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         self._overlaps, self._flying = spec.device == "cuda", _Pass()
+
+    @classmethod
+    def memory(cls, load: EngineLoad) -> dict[str, float]:
+        """Count one forward pass with the head on some positions of it; on a CPU also the results.
+
+        A tied head there has a copy of its weight in another layout.
+        """
+        on_cpu = load.device == "cpu"
+        n_tokens = max(load.longest, min(cls.pass_tokens[load.device], load.n_sequences * load.longest))
+        n_positions = n_tokens * load.scored
+        logits = 3 * min(cls.logit_bytes[load.device], n_positions * load.vocabulary * FLOAT_BYTES)
+        activations = max(n_tokens * load.pass_bytes, n_tokens * load.hidden * load.dtype_bytes + logits)
+        copied = load.head if load.tied and on_cpu else 0
+        results = n_positions * (load.top_k + 1) * RESULT_ENTRY_BYTES
+        return {
+            "weights": float(load.dtype_bytes * (load.n_parameters + copied)),
+            "activations": float(activations),
+        } | ({"results": float(results)} if on_cpu else {})
 
     def add(self, key: int, request: ScoreRequest | GenerateRequest) -> None:
         """Queue a request that passed ``limits.check``."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gkd.config import Config, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
-from gkd.config.device import GB, GIB
+from gkd.config.device import GB, GIB, EngineLoad
 from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
 from gkd.planning.shapes import ModelShape
@@ -70,8 +70,7 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
     if not isinstance(pool, Engine):
         return _reward_model_memory(layout, pool)
     if not engine_class(pool, layout.models.shape_of(group)).managed_memory:
-        unmanaged = _unmanaged_scorer_memory if isinstance(pool, Scorer) else _unmanaged_sampler_memory
-        return unmanaged(layout, group, pool)
+        return _unmanaged_memory(layout, group, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
 
 
@@ -181,9 +180,9 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
 
 
 def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:
-    """Return the bytes of a model's weights, of layers that are quantized by the bits in the method's name."""
-    name = (engine.quantization or "") if isinstance(engine, Scorer) else ""
-    bits = next((bits for bits in (4, 8) if str(bits) in name), 8 * c)
+    """Return the bytes of a model's weights, of layers that are quantized by the bits that the class states."""
+    method = engine.quantization if isinstance(engine, Scorer) else None
+    bits = (engine_class(engine, shape).quantized_bits(method) if method else None) or 8 * c
     matrices = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear or w.share < 1)
     return float(c * (shape.n_parameters - matrices) + matrices * bits / 8)
 
@@ -211,39 +210,27 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 
 
-def _unmanaged_sampler_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
-    """Count a cache for every sequence of a batch at full length, and their float32 logits: transformers' generate."""
-    shape, c, workload = layout.models.student, layout.compute_bytes, layout.workload()
-    batch = min(engine.slots, workload.samples)
-    items = {
-        "weights": float(c * shape.n_parameters),
-        "key-value cache": float(batch * workload.longest * kv_bytes(shape, 1, c)),
-        "logits": float(3 * batch * shape.vocabulary * F32),
-        "process": ENGINE_PROCESS if layout.hardware.is_cpu else CONTEXT,
-    }
+def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+    """Return what the class of the engines counts, and the process."""
+    shape, workload, is_scorer = layout.models.shape_of(group), layout.workload(), isinstance(engine, Scorer)
+    load = EngineLoad(
+        device=layout.device,
+        n_parameters=shape.n_parameters,
+        head=shape.head,
+        tied=shape.tied,
+        hidden=shape.hidden,
+        vocabulary=shape.vocabulary,
+        dtype_bytes=layout.compute_bytes,
+        kv_bytes=kv_bytes(shape, 1, layout.compute_bytes),
+        pass_bytes=_pass_bytes(shape, 1, layout.compute_bytes),
+        n_sequences=engine.slots if is_scorer else min(engine.slots, workload.samples),
+        longest=workload.longest,
+        scored=workload.response / workload.length,
+        top_k=_largest_top_k(layout, group, shape),
+    )
+    on_cpu = ACTOR_PROCESS if is_scorer else ENGINE_PROCESS
+    items = engine_class(engine, shape).memory(load) | {"process": on_cpu if layout.hardware.is_cpu else CONTEXT}
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory)
-
-
-def _unmanaged_scorer_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
-    """Count the weights and one forward pass, the head on some positions of it (gkd.inference.torch_scorer).
-
-    On a CPU a tied head has a copy of its weight in another layout.
-    """
-    shape, c, longest = layout.models.shape_of(group), layout.compute_bytes, layout.workload().longest
-    device = layout.device
-    kind = engine_class(engine, shape)
-    tokens = max(longest, min(kind.pass_tokens[device], engine.slots * longest))
-    copied = shape.head if shape.tied and layout.hardware.is_cpu else 0
-    k = _largest_top_k(layout, group, shape)
-    positions = tokens * layout.workload().response / layout.workload().length
-    logits = 3 * min(kind.logit_bytes[device], positions * shape.vocabulary * F32)
-    items = {
-        "weights": float(c * (shape.n_parameters + copied)),
-        "activations": float(max(_pass_bytes(shape, tokens, c), tokens * shape.hidden * c + logits)),
-        "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
-    }
-    results = {"results": float(positions * (k + 1) * RESULT_ENTRY)} if layout.hardware.is_cpu else {}
-    return GroupMemory(group, engine.n_workers, items | results, layout.hardware.memory)
 
 
 def _pass_bytes(shape: ModelShape, tokens: int, c: int) -> int:
