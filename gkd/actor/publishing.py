@@ -32,7 +32,7 @@ class WeightSource:
         else:
             self.publisher = Publisher(settings, device, self._tensors)
 
-    @record_activity("send weights")
+    @record_activity("send weights", lambda _, push, *__: push.version)
     def send(self, push: Push, destinations: Sequence[Destination]) -> dict[int, int]:
         """Send the weights to the engines that this rank sends to, see :meth:`Publisher.send`. A collective.
 

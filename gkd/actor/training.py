@@ -70,6 +70,11 @@ class RankTrainer:
         self._failed: OutOfMemory | None = None
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
+    @property
+    def version(self) -> int:
+        """Of the weights that are there, which an update starts from."""
+        return self._version if self.staging.applied is None else self.staging.applied.step
+
     @record_activity("log-probabilities")
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
         """Compute log-probabilities of these samples' tokens and keep them until :meth:`forget_logprobs`.
@@ -96,7 +101,7 @@ class RankTrainer:
         self.old.clear()
         self.reference.clear()
 
-    @record_activity("update")
+    @record_activity("update", lambda trainer, *_, **__: trainer.version)
     def update(
         self,
         samples: Sequence[TrainingSample],
@@ -114,7 +119,7 @@ class RankTrainer:
         self.accumulate(samples, weights, n_positions)
         return self.apply(Totals(), step, final)
 
-    @record_activity("update")
+    @record_activity("update", lambda trainer, *_, **__: trainer.version)
     def accumulate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
     ) -> float:
@@ -127,8 +132,7 @@ class RankTrainer:
         Raises OutOfMemory as :meth:`_run_fitting`, with nothing changed; then also for all further chunks.
         """
         started = time.monotonic()
-        if self.staging.applied is not None:
-            self._version = self.staging.applied.step
+        self._version = self.version
         if chunk == 0:
             self._sums = self._failed = None
             self.optimizer.zero_grad(set_to_none=True)
@@ -155,7 +159,7 @@ class RankTrainer:
             for number, (samples, weights) in enumerate(chunks, start=first)
         )
 
-    @record_activity("update")
+    @record_activity("update", lambda trainer, *_, **__: trainer.version)
     def apply(self, totals: Totals, step: int, final: bool = True) -> Metrics:
         """Do one optimizer step on what was accumulated, which ``totals`` make the gradient of the whole batch.
 

@@ -42,13 +42,22 @@ def _number(reward: float | str) -> float:
 
 
 def require_fresh(config: Config, samples: Sequence[TrainingSample], version: int) -> None:
-    """Raise RunFailed, naming it, for a sample of the student's older than weights of ``version`` may learn from."""
+    """Raise RunFailed, naming it, for a sample of the student's older than weights of ``version`` may learn from.
+
+    Or newer than these are, by any of its tokens.
+    """
+    if config.algorithm.is_supervised:
+        return
     oldest, most = min(samples, key=lambda sample: sample.version), config.schedule.max_staleness
-    if not config.algorithm.is_supervised and (age := version - oldest.version) > most:
+    if (age := version - oldest.version) > most:
         which = f"sample {oldest.index} of prompt {oldest.prompt_id}, from rollout rank {oldest.worker}"
         raise RunFailed(
             f"{which}, is of weights version {oldest.version}, {age} updates behind (schedule.max_staleness={most})"
         )
+    for sample in samples:
+        if (newest := max(span.version for span in sample.versions)) > version:
+            which = f"sample {sample.index} of prompt {sample.prompt_id}, from rollout rank {sample.worker}"
+            raise RunFailed(f"{which}, is of weights version {newest}, which are not there yet: these are {version}")
 
 
 def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[list[TrainingSample], dict[str, float]]:

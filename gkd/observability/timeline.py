@@ -33,8 +33,9 @@ DRIVER = "driver 0"
 """The driver's process among the workers', beside the lane ``driver``, which has the stages of the steps."""
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
-CAUSES = {"generate": "batch", "score": "teacher", "validate": "validation", "update": "weights", "sync": "weights"}
-"""What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``."""
+CAUSES = {"generate": "batch", "score": "scores", "validate": "validation", "update": "weights", "sync": "weights"}
+"""What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``. Scores
+are waited for by the name of whose come last: ``teacher``, ``reference``, ``reward_model`` or ``rewards``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,8 @@ class Timeline:
             for stage, start, end in idle:
                 waited[_find_cause(stage, pace)] += (end - start) / length
                 if end - start > SHORTEST_S:
-                    cause = "tickets" if (stage, group) == ("generate", "rollout") else CAUSES[stage]
+                    cause = pace if stage == "score" else CAUSES[stage]
+                    cause = "tickets" if (stage, group) == ("generate", "rollout") else cause
                     events.append(self._event(lane, f"waits-for-{cause}", start, end, step, cause=cause))
         row = {f"perf/busy/{group}": fmean(shares) for group, shares in busy.items()}
         waited = {group: waited[group] / len(spans) for group in sorted(waited)}

@@ -68,7 +68,7 @@ class WeightLoader:
         offset, world = 1 + workers * engines.index(self._rank), 1 + workers * len(engines)
         self._loop.call(lambda: self._sampler.engine.join(address, offset, world), "join the actor's group")
 
-    @record_activity("load weights")
+    @record_activity("load weights", lambda _, bucket: bucket.version)
     def load(self, bucket: Bucket) -> None:
         """Load a whole bucket, on the engine's thread."""
         if bucket.number == 0:

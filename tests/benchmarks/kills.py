@@ -44,6 +44,8 @@ SMALL = [
     "rollout.n_gpus_per_node=2", "cluster.simulate_gpus=5", "cluster.worker_restarts=1000", "trainer.restarts=1000",
     "trainer.save_every=10", "trainer.n_timeline_steps=100000",
 ]  # fmt: skip
+MOST_ENGINE_S, MOST_REPLICA_S = 60.0, 5.0
+"""The longest from an engine's death until it samples again, and until scores come where another replica is there."""
 FATAL = ("actor", "ray")
 """What the run begins again without."""
 
@@ -224,12 +226,16 @@ def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: i
     print(f"from an engine's death until it samples again: {seconds(again)}")
     waits = late_scores_s(killed, output, options.staleness)
     print(f"with another replica there, the last score of a batch came {seconds(waits)} after its last sample")
+    n_replicas = groups.get("teacher", 0)
+    print(f"({len(waits)} of {n_replicas} kills of a replica: others left none, or were followed by one that did)")
     print(f"exit code {code}")
     right = (
         len(killed) == options.kills
         and len(trained) == times == expected
         and steps == list(range(options.steps + 1))
         and stale <= options.staleness
+        and max(waits, default=0.0) <= MOST_REPLICA_S
+        and max(again, default=0.0) <= MOST_ENGINE_S
         and code == 0
     )
     print("all as it must be" if right else "NOT as it must be")

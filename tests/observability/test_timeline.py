@@ -143,9 +143,34 @@ def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:
     assert row["perf/waits_for/actor"] == pytest.approx(0.1)  # 105 to 109 are the update's; the push is waited for
 
 
+def test_what_is_recorded_of_a_call_has_the_version_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gkd.cluster.workers.activity.HERE", here := Activity())
+
+    @record_activity("update", lambda version: version)
+    def update(version: int) -> None:
+        time.sleep(0.001)
+
+    here.switch("sample", 3)
+    time.sleep(0.001)
+    update(4)
+    assert here.switch(None) == ("sample", 3)
+    assert [(span.name, span.version) for span in here.take()[1]][:2] == [("sample", 3), ("update", 4)]
+
+
+def test_scores_are_waited_for_by_the_name_of_who_is_last(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    for scorers, cause in (([], "rewards"), (["reward_model"], "reward_model")):
+        timeline = Timeline(file, 10)
+        scored = [reported(name, 0, ("score", 103.0, 105.0)) for name in scorers]
+        timeline.add(7, STAGES, [*step_of_four()[:3], *scored])
+        timeline.write()
+        names = {e["name"] for e in json.loads(file.read_text())["traceEvents"]}
+        assert f"waits-for-{cause}" in names and "waits-for-teacher" not in names
+
+
 def test_activity_is_cut_where_it_is_fetched_and_nested_ones_come_back() -> None:
     activity = Activity()
-    assert activity.switch("sample", 3) is None
+    assert activity.switch("sample", 3) == (None, None)
     time.sleep(0.01)
     clock, (span,) = activity.take()
     assert (span.name, span.version, span.end) == ("sample", 3, clock)

@@ -41,10 +41,10 @@ class Activity:
         self._version: int | None = None
         self._since = 0.0
 
-    def switch(self, name: str | None, version: int | None = None) -> str | None:
-        """Do ``name`` from now on, None for nothing; returns what was done before."""
-        before = self._name
-        if (name, version) == (before, self._version):  # no lock: only the thread that works switches
+    def switch(self, name: str | None, version: int | None = None) -> tuple[str | None, int | None]:
+        """Do ``name`` from now on, None for nothing, with weights ``version``; returns both as they were before."""
+        before = self._name, self._version
+        if (name, version) == before:  # no lock: only the thread that works switches
             return before
         with self._lock:
             now = time.time()
@@ -71,17 +71,22 @@ HERE = Activity()
 """Of this process."""
 
 
-def record_activity(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function count as the activity ``name`` of the process while it runs."""
+def record_activity(
+    name: str, version: Callable[..., int | None] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function count as the activity ``name`` of the process while it runs.
+
+    ``version`` returns that of the weights from the function's own arguments.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            before = HERE.switch(name)
+            before = HERE.switch(name, None if version is None else version(*args, **kwargs))
             try:
                 return function(*args, **kwargs)
             finally:
-                HERE.switch(before)
+                HERE.switch(*before)
 
         return run
 

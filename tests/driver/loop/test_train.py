@@ -253,7 +253,9 @@ def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
         assert row["perf/tokens_per_second"] == pytest.approx(2 * row["perf/tokens_per_second_per_gpu"])
 
 
-def test_a_sample_older_than_the_schedule_allows_ends_the_run_before_it_is_learned_from(tmp_path: Path) -> None:
+def test_a_sample_older_or_newer_than_is_allowed_ends_the_run_before_it_is_learned_from(
+    tmp_path: Path,
+) -> None:
     run = Played(tmp_path, max_staleness=1, behind=1)
     run.run(RunState())
     assert [row["staleness/max"] for row in run.rows()] == [0, 1, 1]
@@ -262,6 +264,11 @@ def test_a_sample_older_than_the_schedule_allows_ends_the_run_before_it_is_learn
     with pytest.raises(RunFailed, match=r"^sample 0 of prompt .*version 0, 2 updates behind .*max_staleness=1\)"):
         run.run(RunState())
     assert ("update", 2) in run.calls and ("update", 3) not in run.calls
+    run = Played(tmp_path / "newer", behind=-1)
+    run.output.mkdir()
+    with pytest.raises(RunFailed, match=r"^sample 0 of prompt .*version 1\b.* 0$"):
+        run.run(RunState())
+    assert not any(name == "update" for name, *_ in run.calls)
 
 
 @pytest.mark.parametrize(("max_staleness", "first", "then"), [(1, [1, 2], [[3], []]), (2, [1, 2, 3], [[], []])])

@@ -109,12 +109,12 @@ def test_a_jobs_own_exit_code_and_what_it_said(cluster: ClusterHere, tmp_path: P
 
 
 def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:
-    """One GPU on each: what both halves sample with is what is trained, also after weights have arrived."""
+    """One GPU on each: what both halves sample with is what is trained, also after weights came in flight."""
     done = cluster.run(
         sys.executable, "-m", "gkd.main", *small, "rollout.engine=vllm", "rollout.nnodes=2",
         "rollout.tensor_parallel_size=2", "rollout.across_nodes=true", "reward.functions=[format]",
-        "reward.format.pattern='^[0-3]'", "actor.lr=0.01", "trainer.total_steps=3",
-        f"trainer.output_dir={tmp_path / 'run'}", timeout_s=300,
+        "reward.format.pattern='^[0-3]'", "actor.lr=0.01", "trainer.total_steps=3", "schedule.max_staleness=1",
+        "schedule.in_flight=true", f"trainer.output_dir={tmp_path / 'run'}", timeout_s=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"at {cluster.address}" in done.stdout
@@ -123,7 +123,8 @@ def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_pa
     assert nodes["rollout", 0] != nodes["rollout", 1]
     metrics = rows(tmp_path / "run")
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
-    assert all(abs(row["mismatch/kl"]) < 1e-4 for row in metrics[1:])
+    assert all(abs(row.get("mismatch/kl", 0.0)) < 1e-4 for row in metrics[1:])  # of fresh tokens, where there are any
+    assert [row["staleness/max"] for row in metrics[1:]] == [0, 1, 1]
     assert sum(row["actor/grad_norm"] for row in metrics[1:3]) > 0  # there were new weights
     assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 20)
 
