@@ -28,7 +28,8 @@ class Schedule(Settings):
     in_flight: bool = Field(
         False,
         description="new weights are loaded while responses are being sampled, whose further tokens are theirs; false: "
-        "between two batches, with all engines drained, so that equal seeds give equal runs (verl: async_training.partial_rollout)",
+        "between two batches, with all engines drained, so that equal seeds give equal runs (verl: "
+        "async_training.partial_rollout)",
     )
     recompute_cache: bool = Field(
         True,
