@@ -37,7 +37,9 @@ class Lora(Settings):
         "all-linear", description="names of the layers that get one, or all-linear: every one but the head"
     )
     quantize: Literal["nf4"] | None = Field(
-        None, description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are"
+        None,
+        description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are (TRL: "
+        "load_in_4bit)",
     )
 
     @property
@@ -71,14 +73,26 @@ class Actor(Settings):
         None,
         gt=0,
         description="peak learning rate of AdamW; null: 2e-5 where a teacher or answers of the data are learned from, "
-        "1e-6 where rewards alone are, ten times that with actor.lora.r",
+        "1e-6 where rewards alone are, ten times that with actor.lora.r (TRL: learning_rate; verl: optim.lr)",
     )
-    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="steps over which the learning rate rises linearly to its peak (TRL: warmup_ratio; verl: "
+        "lr_warmup_steps_ratio)",
+    )
     lr_decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak"
+        "constant",
+        description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak (TRL: "
+        "lr_scheduler_type; verl: optim.warmup_style; slime: lr_decay_style)",
     )
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
-    betas: list[Beta] = Field([0.9, 0.999], min_length=2, max_length=2, description="AdamW's betas")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay (OpenRLHF: l2)")
+    betas: list[Beta] = Field(
+        [0.9, 0.999],
+        min_length=2,
+        max_length=2,
+        description="AdamW's betas (TRL: adam_beta1, adam_beta2; OpenRLHF: adam_betas)",
+    )
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient (TRL's max_grad_norm)")
     max_tokens_per_micro_batch: int = Field(
         8192,
@@ -95,7 +109,9 @@ class Actor(Settings):
         "null: all of them",
     )
     offload_optimizer: bool = Field(
-        False, description="optimizer state in the host's memory; the optimizer's step is done by the CPU there"
+        False,
+        description="optimizer state in the host's memory; the optimizer's step is done by the CPU there (verl: "
+        "optimizer_offload; OpenRLHF: adam_offload)",
     )
     lora: Lora = Lora()
     compile: Literal["auto"] | bool = Field(

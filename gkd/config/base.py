@@ -98,13 +98,14 @@ class Pool(Settings):
     n_gpus_per_node: int = Field(
         1,
         ge=1,
-        description="GPUs of this group on each node, one worker a GPU (slime: actor_num_gpus_per_node); null: as many "
-        "as gpus names, or 1",
+        description="GPUs of this group on each node, one worker a GPU (slime: actor_num_gpus_per_node, "
+        "rollout_num_gpus; prime-rl: num_train_gpus, num_infer_gpus); null: as many as gpus names, or 1",
     )
     nnodes: int = Field(
         1,
         ge=1,
-        description="nodes this group spans (slime: actor_num_nodes); null: as many as gpus_by_node has ranges, or 1",
+        description="nodes this group spans (slime: actor_num_nodes, rollout_num_gpus); null: as many as gpus_by_node "
+        "has ranges, or 1",
     )
     gpus: GpuRange = Field(
         None, description="exact GPU indices on each node: 0-1, '4,5,6,7' or 7; null: the next free ones"

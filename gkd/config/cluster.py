@@ -38,13 +38,15 @@ class Weights(OpenSettings):
         description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
         "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of these that the "
         "placement allows; nccl_m2n, sharded_rdt: vLLM's own, of shards (docs/weights.md), which auto never takes; "
-        f"or {OWN_CLASS}",
+        f"or {OWN_CLASS} (OpenRLHF: vllm_sync_backend)",
     )
     timeout_s: float = Field(300.0, gt=0, description="time one push may take")
     checksum: bool = Field(
         False, description="verify every bucket: SHA-256 in the object store, sums of its words by ipc and nccl"
     )
-    bucket_mb: int = Field(512, ge=1, description="weights travel in buckets of this size")
+    bucket_mb: int = Field(
+        512, ge=1, description="weights travel in buckets of this size (verl: update_weights_bucket_megabytes)"
+    )
     adapter_only: bool = Field(
         False,
         description="with actor.lora.r: the adapter alone is sent, some megabytes, and vLLM applies it beside the "
@@ -82,7 +84,9 @@ class Cluster(Settings):
         description="threads a worker computes with where there is no GPU; null: one for each million "
         "parameters or so of its model, at most all cores",
     )
-    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved with each worker's GPU")
+    cpus_per_worker: float = Field(
+        1.0, gt=0, description="CPUs reserved with each worker's GPU (verl: ray_init.num_cpus, of all)"
+    )
     reserve_timeout_s: float = Field(300.0, gt=0, description="time to wait for GPUs and CPUs to become free")
     offload: Literal["auto"] | bool = Field(
         "auto", description="the actor and engines on its GPUs leave these to each other: vLLM sleeps while the actor "

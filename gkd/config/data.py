@@ -38,9 +38,11 @@ class Data(OpenSections):
     train_files: Files = Field(
         [],
         description="JSONL, JSON, CSV, Parquet, datasets directories, or names in the local Hugging Face cache such as "
-        "openai/gsm8k:main:train; empty: data.task's",
+        "openai/gsm8k:main:train; empty: data.task's (TRL: dataset_name; slime, OpenRLHF: prompt_data)",
     )
-    val_files: Files = Field([], description="held-out prompts, same formats")
+    val_files: Files = Field(
+        [], description="held-out prompts, same formats (TRL: eval_dataset; slime: eval_prompt_data)"
+    )
     prompt_key: str = Field(
         "prompt",
         description="column of the prompt (OpenRLHF's input_key); messages go through the chat template; a.b is b "
@@ -66,7 +68,8 @@ class Data(OpenSections):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {},
-        description="what the chat template is given beside messages, such as {enable_thinking: false} (TRL's name)",
+        description="what the chat template is given beside messages, such as {enable_thinking: false} (TRL: "
+        "chat_template_kwargs; verl: apply_chat_template_kwargs)",
     )
     train_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
         None,
@@ -75,11 +78,16 @@ class Data(OpenSections):
         "null: all prompts equally often",
     )
     teacher_key: str | None = Field(None, description="column that names which of teacher.models a prompt is for")
-    max_prompt_length: int = Field(1024, ge=1, description="longer prompts are counted and left out, tokens")
+    max_prompt_length: int = Field(
+        1024,
+        ge=1,
+        description="longer prompts are counted and left out, tokens (verl: filter_overlong_prompts, truncation; "
+        "slime: rollout_max_prompt_len)",
+    )
     val_sets: dict[str, EvalSet] = Field(
         {}, description="further sets to validate on, by name, each with its own interval and sampling: val/NAME/*"
     )
-    val_limit: int = Field(256, ge=1, description="validation prompts used at most")
+    val_limit: int = Field(256, ge=1, description="validation prompts used at most (verl: val_batch_size)")
     val_top_k: int = Field(
         512,
         ge=1,

@@ -51,13 +51,14 @@ class Model(_PathOrSize):
 
     path: str | None = Field(
         None, description="directory of a Hugging Face causal language model, or a name in the local cache; "
-        "null: the built-in task's student"
+        "null: the built-in task's student (TRL: model_name_or_path; slime: hf_checkpoint)"
     )  # fmt: skip
     size: Size = Field(
         None, description="instead of path, for gkd.plan alone: a usual model of so many parameters, such as 1.5b or 7b"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="type the models compute in; auto: bfloat16 on a GPU, float32 on a CPU"
+        "auto",
+        description="type the models compute in; auto: bfloat16 on a GPU, float32 on a CPU (TRL: torch_dtype, bf16)",
     )
 
     def dtype_on(self, device: Device) -> Dtype:
@@ -71,7 +72,9 @@ class TeacherModel(_PathOrSize):
     """Which model the teacher serves."""
 
     path: str | None = Field(
-        None, description="directory or locally cached name of the teacher; null: the built-in task's"
+        None,
+        description="directory or locally cached name of the teacher; null: the built-in task's (TRL: "
+        "teacher_model_name_or_path; verl: teacher_model.model_path)",
     )
     size: Size = Field(None, description="instead of path, for gkd.plan alone: a usual model of so many parameters")
 
@@ -197,9 +200,14 @@ class Teacher(Scorer):
     )
     server_ip: str | None = Field(
         None, description="host or comma-separated hosts of an external teacher, used instead of a pool; "
-        "for gkd.teacher.serve the address to listen on"
+        "for gkd.teacher.serve the address to listen on (TRL: teacher_model_server_url)"
     )  # fmt: skip
-    server_port: int = Field(15555, ge=1, le=65535, description="port of an external teacher (see server_ip)")
+    server_port: int = Field(
+        15555,
+        ge=1,
+        le=65535,
+        description="port of an external teacher, see server_ip (TRL: teacher_model_server_url)",
+    )
     key_file: str | None = Field(
         None,
         description="CURVE key shared by server and clients; needed when server_ip is not loopback; null: for "
@@ -210,7 +218,11 @@ class Teacher(Scorer):
 class ReferenceModel(Settings):
     """Which model that is."""
 
-    path: str | None = Field(None, description="directory or locally cached name; null: the student at its start")
+    path: str | None = Field(
+        None,
+        description="directory or locally cached name; null: the student at its start (verl: ref.model.path; slime: "
+        "ref_load)",
+    )
 
 
 class Reference(Scorer):
@@ -225,7 +237,9 @@ class RewardModelModel(Settings):
     """Which model gives the reward."""
 
     path: str | None = Field(
-        None, description="directory or locally cached name of a sequence classification model with one output"
+        None,
+        description="directory or locally cached name of a sequence classification model with one output (verl: "
+        "reward_model.path; OpenRLHF: reward_pretrain)",
     )
 
 
@@ -264,7 +278,10 @@ class Trainer(ValidationSettings, Pool, OpenSections):
     batch_size: int = Field(64, ge=1, le=1 << 20, description="prompts a step (verl's train_batch_size)")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of data order, sampling and the built-in student")
     save_every: int | None = Field(
-        None, ge=1, description="write a checkpoint every so many steps and at the end; null: by save_minutes alone"
+        None,
+        ge=1,
+        description="write a checkpoint every so many steps and at the end; null: by save_minutes alone (TRL: "
+        "save_steps; verl: save_freq; slime: save_interval)",
     )
     save_minutes: float | None = Field(
         10.0, gt=0, description="write a checkpoint after so many minutes without one, beside training; null: never"
@@ -280,10 +297,16 @@ class Trainer(ValidationSettings, Pool, OpenSections):
         3,
         ge=0,
         description="how often a run that lost workers which it cannot do without goes on by itself from its newest "
-        "checkpoint, in new processes (torchrun's --max-restarts)",
+        "checkpoint, in new processes (torchrun: max_restarts)",
     )
-    resume: bool = Field(False, description="go on from the newest intact checkpoint in output_dir")
-    output_dir: str | None = Field(None, description="where the run writes; null: outputs/RECIPE/DATE_TIME")
+    resume: bool = Field(
+        False,
+        description="go on from the newest intact checkpoint in output_dir (TRL: resume_from_checkpoint; verl: "
+        "resume_mode)",
+    )
+    output_dir: str | None = Field(
+        None, description="where the run writes; null: outputs/RECIPE/DATE_TIME (verl: default_local_dir)"
+    )
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
     trackers: Annotated[list[str], AfterValidator(_absolute_once)] = Field(
         [],
@@ -292,9 +315,14 @@ class Trainer(ValidationSettings, Pool, OpenSections):
         "settings of each are in trainer.NAME",
     )
     run_name: str | None = Field(
-        None, min_length=1, description="what trackers call the run; null: the last part of output_dir (TRL: run_name)"
+        None,
+        min_length=1,
+        description="what trackers call the run; null: the last part of output_dir (TRL: run_name; verl: "
+        "experiment_name)",
     )
-    run_group: str | None = Field(None, min_length=1, description="runs that trackers list together; null: none")
+    run_group: str | None = Field(
+        None, min_length=1, description="runs that trackers list together; null: none (slime, OpenRLHF: wandb_group)"
+    )
     n_logged_samples: int = Field(4, ge=0, description="samples a step in samples.jsonl (TRL's log_completions)")
     n_timeline_steps: int = Field(
         500, ge=0, description="newest steps in timeline.json, kilobytes a step (cf. verl's profiler.steps); 0: none"
@@ -327,7 +355,8 @@ class Rollout(StudentSampling, Engine, EngineSection):
 
     engine: Annotated[str, AfterValidator(make_absolute)] = Field(
         "vllm",
-        description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS}",
+        description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS} "
+        "(TRL: use_vllm; verl: rollout.name)",
     )
     n: int = Field(1, ge=1, description="samples a prompt (TRL's num_generations)")
     timeout_s: float = Field(1800.0, gt=0, description="time a batch may take to be sampled and scored")

@@ -141,7 +141,11 @@ class ImportanceSampling(Settings):
         "can differ: computing in bfloat16, weights in 4 bits, dropout, or schedule.max_staleness above 0 (TRL: "
         "vllm_importance_sampling_mode; verl: rollout_is)",
     )
-    mask: bool = Field(False, description="leave out what is outside [1/cap, cap] instead of truncating at cap")
+    mask: bool = Field(
+        False,
+        description="leave out what is outside [1/cap, cap] instead of truncating at cap (TRL: "
+        "vllm_importance_sampling_mode)",
+    )
     cap: float = Field(
         2.0,
         gt=1,
@@ -181,11 +185,16 @@ class Algorithm(Settings):
     selects: ClassVar[str] = "name"
 
     name: EntryName = Field(
-        "on_policy_distill", description=f"the algorithm: {', '.join(ALGORITHMS.entries)}, or a composition of your own"
+        "on_policy_distill",
+        description=f"the algorithm: {', '.join(ALGORITHMS.entries)}, or a composition of your own (TRL: "
+        "completion_only_loss, for sft; verl: distillation.enabled)",
     )
     loss: Loss = Field(default_factory=Loss)
     reward_weight: float = Field(
-        0.0, ge=0, description="on_policy_distill: weight of a GRPO loss on rewards beside the distillation loss"
+        0.0,
+        ge=0,
+        description="on_policy_distill: weight of a GRPO loss on rewards beside the distillation loss (verl: "
+        "distillation_loss_coef, of the latter)",
     )
     on_policy_share: float = Field(
         1.0,
@@ -195,7 +204,10 @@ class Algorithm(Settings):
         "learns from the data's own answers, data.answer_key (TRL: lmbda)",
     )
     supervised_weight: float = Field(
-        0.0, ge=0, description="weight of the cross-entropy on the data's own answers, beside the distillation loss"
+        0.0,
+        ge=0,
+        description="weight of the cross-entropy on the data's own answers, beside the distillation loss (TRL: "
+        "seq_kd, with on_policy_share below 1)",
     )
     aggregation: Aggregation = Field(
         "token_mean",

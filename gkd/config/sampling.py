@@ -44,7 +44,7 @@ class StudentSampling(Settings):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
         description="texts that end a response, which has them, beside the end tokens of the model and of its chat "
-        "template",
+        "template (slime: rollout_stop; transformers: stop_strings)",
     )
     horizon: Horizon = Horizon()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 import pytest
 
 from gkd.config import hint, settings
 from gkd.config.compose import compose
-from gkd.config.names import ELSEWHERE, SECTIONS
+from gkd.config.describe import describe_all
+from gkd.config.names import EARLIER, ELSEWHERE, SECTIONS
 from gkd.errors import ConfigError
 
 DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+\b")
@@ -23,6 +25,46 @@ def test_every_name_in_a_hint_is_a_setting() -> None:
         assert names or theirs in SECTIONS, theirs
         assert set(names) <= set(known), theirs
         assert theirs not in known, theirs
+
+
+SYSTEM = r"(?:TRL|verl|slime|OpenRLHF|prime-rl|torchrun|transformers)\b"
+WITHOUT_A_TERM = {
+    "data.teacher_key": "verl's term is the same; reward_fn_key chooses a reward, which nothing here does",
+}
+"""Settings whose descriptions name no other system's term, and why."""
+
+
+def has_term(description: str, theirs: str) -> bool:
+    """Return whether a description names ``theirs``, or its last part, as a system's: ``(TRL: max_steps; ...``."""
+    terms = "|".join(re.escape(name).replace("_", "[._]") for name in {theirs, theirs.rpartition(".")[2]})
+    return re.search(rf"\b{SYSTEM}[^;)]*(?<![\w.])(?:\w+\.)*(?:{terms})\b", description) is not None
+
+
+def ends_alike(ours: str, theirs: str) -> bool:
+    """Return whether the last word of ``ours`` ends their name as well, as ``dtype`` does ``torch_dtype``."""
+    return re.search(rf"(^|[._]){ours.rpartition('.')[2]}$", theirs) is not None
+
+
+def settings_meant(answer: str) -> list[str]:
+    """Return the settings that an answer begins with, one or several joined by "and"; the rest of it is a remark."""
+    meant = re.match(rf"(?:{DOTTED.pattern}(?: and )?)*", answer)
+    return DOTTED.findall(meant[0]) if meant else []
+
+
+def test_a_description_names_another_systems_term_where_it_is_another_word() -> None:
+    descriptions = {setting.name: setting.meaning for setting in describe_all()}
+    terms: defaultdict[str, list[str]] = defaultdict(list)
+    for theirs in ELSEWHERE.keys() - EARLIER.keys():
+        for ours in settings_meant(ELSEWHERE[theirs]):
+            terms[ours].append(theirs)
+    assert len(terms) > 80
+    without = [
+        ours
+        for ours, theirs in terms.items()
+        if not all(ends_alike(ours, name) for name in theirs)
+        and not any(has_term(descriptions[ours], name) for name in theirs)
+    ]
+    assert sorted(without) == sorted(WITHOUT_A_TERM)
 
 
 @pytest.mark.parametrize(
