@@ -1,4 +1,4 @@
-"""What the documentation holds: pages, links, code, and the commands of this project among it."""
+"""What the documentation holds: pages, links, code, and the commands among it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,27 @@ MODULES = {
     "python launch/verify_gpus.py": "verify-gpus",
     "python launch/submit.py": "submit",
 }
+OF_OTHERS = {
+    "pip install": {"-e", "nixl", "pre-commit"},
+    "apt-get install": {"chromium", "gcc", "python3-dev"},
+    "pre-commit install": set(),
+    "mkdocs build": {"--strict"},
+    "kubectl apply": {"-f"},
+    "nvidia-cuda-mps-control": {"-d"},
+    "source .venv/bin/activate": set(),
+}
+"""Commands of other projects, and what pages give them beside files and extras of this one."""
+MODULE = re.compile(r"python -m (tests(?:\.\w+)+)(?= |$)")
 SCRIPT = re.compile(r"^(?:python |bash |sh |sbatch )?(?:\./)?((?:launch|recipes|tests)/[\w/.-]+\.(?:py|sh|sbatch))\b")
 VARIABLE = re.compile(r'^ {4}([A-Z]+)="(.*)"$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the documentation: ``program`` is a command of ``gkd`` or a script's path."""
+    """A command of the documentation.
+
+    ``program`` is a command of ``gkd``, the path of a script or of a module of the tests, or a key of OF_OTHERS.
+    """
 
     page: Path
     text: str
@@ -69,11 +83,14 @@ def spans(text: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Commands of this project in a page, in blocks and in the text."""
+    """Commands in a page: in blocks, in their comments after a colon, and in the text."""
     text = page.read_text(encoding="utf-8")
     variables = dict(VARIABLE.findall(text))
-    for code in (*blocks(text), *spans(text)):
+    lines = [*blocks(text), *spans(text)]
+    for code in (*lines, *(line.rpartition(": ")[2] for line in lines if re.search(r"#.*: ", line))):
         line = re.sub(r"\$([A-Z]+)", lambda match: variables.get(match[1], match[0]), code.removeprefix("$ ").strip())
+        line = re.sub(r"^(?:[A-Z_]+=\S+ +)+", "", line)  # the environment
+        line = re.sub(r"^python -m +gkd ", "gkd ", line)
         program = _program(line)
         if program is None:
             continue
@@ -82,7 +99,8 @@ def commands(page: Path) -> Iterator[Command]:
         words = shlex.split(line, comments=True)
         ends = [i for i, word in enumerate(words) if word in ("|", "&&", ";", "...")]
         words = words[: min(ends, default=len(words))]
-        skip = 2 if line.startswith("gkd ") else 3 if line.startswith("python -m") else 1 + line.startswith("python ")
+        skip = len(program.split()) if program in OF_OTHERS else 1 + line.startswith("python ")
+        skip = 2 if line.startswith("gkd ") else 3 if line.startswith("python -m") else skip
         yield Command(page, line, program, tuple(word for word in words[skip:] if not re.fullmatch(r"[A-Z_]+", word)))
 
 
@@ -90,11 +108,13 @@ def _program(line: str) -> str | None:
     for start, program in MODULES.items():
         if re.match(rf"{re.escape(start)}(?![\w./])", line):
             return program
-    if match := re.match(r"gkd ([a-z][a-z-]*)(?= |$)", line):
+    if match := re.match(r"gkd (-{0,2}[a-z][a-z-]*)(?= |$)", line):
         return match[1]
+    if match := MODULE.match(line):
+        return f"{match[1].replace('.', '/')}.py"
     if match := SCRIPT.match(line):
         return match[1]
-    return None
+    return next((other for other in OF_OTHERS if f"{line} ".startswith(f"{other} ")), None)
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:

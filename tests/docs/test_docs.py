@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
@@ -21,7 +22,7 @@ from gkd.config.registry import Registry
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
-from tests.docs.pages import PAGES, ROOT, anchors, commands, links, python_files, spans, tables
+from tests.docs.pages import OF_OTHERS, PAGES, ROOT, Command, anchors, commands, links, python_files, spans, tables
 
 ALL = {f"{page.relative_to(ROOT)}: {command.text}": command for page in PAGES for command in commands(page)}
 KNOWN = settings()
@@ -95,12 +96,43 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ALL)
 def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory)
-    command = ALL[name]
+    require_accepted(ALL[name])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "gkd --hepl", "gkd trian +recipe=grpo", "gkd plan --bset 8", "python -m gkd dta", "gkd train trainer.stps=1",
+        "python -m tests.gpu.on_another_device", "python -m tests.message", "python tests/gpu/acceptance.py --onyl mps",
+        "./launch/test.sh --al", "./launch/ray_cluster.sh worker --addres HOST:6379", "GKD_DEVICE=cpu ./launch/qick.sh",
+        "pip install 'gkd[ligre]'", "pip install -e '.[docs,tset]'", "pip install nixel", "mkdocs build --strct",
+        "kubectl apply -f launch/kuberay/rayjobs.yaml", "nvidia-cuda-mps-control -D", "ls  # or: pip install '.[tlr]'",
+    ],
+)  # fmt: skip
+def test_wrong_commands_are_noticed(wrong: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    page = directory / "wrong.md"
+    page.write_text(f"Type this:\n\n    {wrong}\n", encoding="utf-8")
+    (command,) = commands(page)
+    with pytest.raises(AssertionError):
+        require_accepted(command)
+
+
+def require_accepted(command: Command) -> None:
+    """Assert that a command would be accepted where it is typed."""
+    if command.program in OF_OTHERS:
+        known = OF_OTHERS[command.program]
+        assert [word for word in command.arguments if word not in known and not is_of_project(word)] == []
+        return
     if "/" in command.program:
         script = ROOT / command.program
         assert script.is_file()
-        if script.suffix == ".py":
-            assert all(option in script.read_text(encoding="utf-8") for option in command.options)
+        text = script.read_text(encoding="utf-8")
+        assert all(re.search(rf"(?<![\w-]){option}(?![\w-])", text) for option in command.options)
+        return
+    if command.program.startswith("-"):
+        with redirect_stdout(StringIO()):
+            assert main([command.program]) == 0
         return
     assert command.program in PROGRAMS, f"gkd {command.program}"
     assert all(option in usage_of(command.program) for option in command.options)
@@ -109,6 +141,15 @@ def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.M
         if (error := error_of(command.program, overrides)) is None:
             continue
         assert f"error: {error}" in command.page.read_text(encoding="utf-8")
+
+
+def is_of_project(word: str) -> bool:
+    """Return whether an argument is a file of this project, or its package with extras that there are."""
+    extras = re.fullmatch(r"(?:gkd|\.)\[([\w,]+)\]", word)
+    if extras is None:
+        return "/" in word and (ROOT / word).is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return set(extras[1].split(",")) <= set(project["optional-dependencies"])
 
 
 @cache
