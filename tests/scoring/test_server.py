@@ -115,19 +115,37 @@ def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -
     assert_same(during.result(30), expected(a_score(2, 4)))
 
 
+class RecordedActivity(Activity):
+    """Keeps the changes of what the process does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[str | None] = []
+
+    def switch(self, name: str | None, version: int | None = None) -> str | None:
+        before = super().switch(name, version)
+        if name != before:
+            self.changes.append(name)
+        return before
+
+
 def test_a_server_that_waits_for_requests_is_not_busy(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Activity()
-    monkeypatch.setattr("gkd.scoring.server.HERE", here)
-    client = connect(serve(TableEngine(0.3)).server.address, top_k=4)
-    began = time.time()
-    client.submit(a_score(1, 4)).result(30)
-    answered = time.time()
-    time.sleep(1.0)
-    spans = here.take()[1]
-    assert {span.name for span in spans} == {"score"}
-    assert 0.25 < sum(span.end - span.start for span in spans) < answered - began + 0.5
+    activity, during_steps = RecordedActivity(), []
+    monkeypatch.setattr("gkd.scoring.server.HERE", activity)
+
+    class Engine(TableEngine):
+        def step(self) -> Iterator[tuple[int, Any]]:
+            during_steps.append(activity.changes[-1])
+            return super().step()
+
+    client = connect(serve(Engine()).server.address, top_k=4)
+    for n_answered in (1, 2):
+        client.submit(a_score(n_answered, 4)).result(30)
+        assert eventually(lambda: activity.changes[-1] is None)  # it waits for the next
+        assert activity.changes == ["score", None] * n_answered
+    assert during_steps == ["score", "score"]
 
 
 def test_generation_is_the_tables(serve: Serve, connect: Connect) -> None:
