@@ -1,8 +1,10 @@
-"""Trajectories of several turns: what is learned from is what the student wrote, wherever it stands."""
+"""Trajectories of several turns: scored and learned from is what the student wrote, wherever it stands."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +12,14 @@ import torch
 
 from gkd.actor.collate import collate
 from gkd.actor.loading import load
-from gkd.config import Algorithm, Rollout
+from gkd.config import Algorithm, Rollout, Teacher
+from gkd.data.model_info import ModelInfo
+from gkd.inference.engine import EngineSpec
+from gkd.inference.requests import ScoreRequest
+from gkd.inference.torch_scorer import TorchScorer
 from gkd.losses.objective import objective
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Spans, Target, VersionSpan
-from tests.actor.models import VOCAB, make
+from tests.actor.models import SHAPE, VOCAB, make
 
 TURNS: tuple[Spans, ...] = (((3, 9),), ((5, 11), (14, 15), (20, 31)), ((4, 5),))
 """Where the student wrote: in one turn, in three with something of others after the first two, one token."""
@@ -31,45 +37,54 @@ def trajectory(rng: np.random.Generator, spans: Spans) -> Sample:
     return Sample(request, ids, sampled, logprobs, versions, "stop")
 
 
-def target_of(sample: Sample, log_p: np.ndarray, k: int) -> Target:
-    """Return the top ``k`` of a teacher with ``log_p`` [N, V] at the positions that the student wrote."""
-    ids = np.argsort(-log_p, -1)[:, :k].astype(np.int32)
-    rest = np.exp(log_p)
-    np.put_along_axis(rest, ids, 0.0, 1)
-    tail = np.log(rest.sum(1)).astype(np.float32) if k < VOCAB else None
-    own = np.take_along_axis(log_p, sample.token_ids[sample.sampled][:, None].astype(np.int64), 1)[:, 0]
-    return Target(own, ids, np.take_along_axis(log_p, ids, 1), tail_logprobs=tail)
+def score(path: Path, samples: Sequence[Sample], k: int) -> list[Target]:
+    """Return the top ``k`` of the model in ``path`` at the positions that the student wrote, from the torch engine."""
+    info = ModelInfo(VOCAB, SHAPE["max_position_embeddings"], [SHAPE["eos_token_id"]], VOCAB)
+    engine = TorchScorer(EngineSpec("teacher", str(path), info, Teacher(engine="torch"), "cpu", "float32"))
+    for key, sample in enumerate(samples):
+        request = ScoreRequest(sample.token_ids, spans=sample.spans, top_k=k)
+        engine.limits.check(request)
+        engine.add(key, request)
+    targets: dict[int, Any] = {}
+    while engine.has_unfinished_requests():
+        targets |= dict(engine.step())
+    return [targets[key] for key in range(len(samples))]
+
+
+def log_probs(model: Any, sample: Sample) -> torch.Tensor:
+    """Return the plain model's log-probabilities [N, V] of the next token before each one that the student wrote."""
+    logits = model(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
+    return logits.log_softmax(-1)[np.flatnonzero(sample.sampled) - 1]
 
 
 @pytest.mark.parametrize("k", [VOCAB, 6])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # packed, and padded
-def test_the_gradient_of_a_trajectory_of_three_turns_is_that_of_the_plain_model(
+def test_the_gradient_of_a_scored_trajectory_of_three_turns_is_that_of_the_plain_models(
     family: str, k: int, tmp_path: Path
 ) -> None:
+    """Reverse KL to a teacher: through the engine and the actor, and by autograd from both models' own logits."""
     rng = np.random.default_rng(0)
     samples = [trajectory(rng, spans) for spans in TURNS]
     n = sum(int(sample.sampled.sum()) for sample in samples)
-    teachers = [rng.normal(size=(int(sample.sampled.sum()), VOCAB)) for sample in samples]
-    log_ps = [(z - np.log(np.exp(z).sum(-1, keepdims=True))).astype(np.float32) for z in teachers]
-    targets = [target_of(sample, log_p, k) for sample, log_p in zip(samples, log_ps, strict=True)]
-    plain = make(family)
-    plain.save_pretrained(tmp_path)
+    plain, teacher = make(family), make(family, seed=1)
+    plain.save_pretrained(tmp_path / "student")
+    teacher.save_pretrained(tmp_path / "teacher")
 
     expected = torch.zeros(())
-    for sample, target in zip(samples, targets, strict=True):
+    for sample in samples:
         assert sample.spans in TURNS
-        log_q = plain(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
-        for row, position in enumerate(np.flatnonzero(sample.sampled)):
-            q = log_q[position - 1].exp()
-            ids, log_p = torch.from_numpy(target.ids[row].astype(np.int64)), torch.from_numpy(target.logprobs[row])
-            kl = (q[ids] * (log_q[position - 1, ids] - log_p)).sum()
-            if target.tail_logprobs is not None:
-                rest = q.sum() - q[ids].sum()
-                kl = kl + rest * (rest.log() - float(target.tail_logprobs[row]))
-            expected = expected + kl / n
+        log_q = log_probs(plain, sample)
+        with torch.no_grad():
+            log_p, ids = log_probs(teacher, sample).sort(-1, descending=True)
+        log_q = log_q.gather(-1, ids)
+        expected = expected + (log_q[:, :k].exp() * (log_q - log_p)[:, :k]).sum() / n
+        if k < VOCAB:
+            rest_q, rest_p = log_q[:, k:].logsumexp(-1), log_p[:, k:].logsumexp(-1)
+            expected = expected + (rest_q.exp() * (rest_q - rest_p)).sum() / n
     expected.backward()
 
-    student = load(tmp_path)
+    targets = score(tmp_path / "teacher", samples, k)
+    student = load(tmp_path / "student")
     scored = [ScoredSample(sample, target) for sample, target in zip(samples, targets, strict=True)]
     micro = collate(scored, VOCAB, [1 / n] * len(scored), [0.0] * len(scored))
     total, _ = student(micro, objective(micro, Algorithm(), Rollout(), 7))
