@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a file holds: its length in bytes and its SHA-256 (hex)."""
+    """Checksum of a file's content: its length in bytes and its SHA-256 (hex)."""
 
     bytes: int
     sha256: str

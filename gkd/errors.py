@@ -14,7 +14,7 @@ from typing import IO, NoReturn
 
 
 class ConfigError(Exception):
-    """What was requested cannot run: a setting, a file, a model, or more GPUs than there are. Exit code 2."""
+    """The request cannot run: a setting, a file, a model, or more GPUs than there are. Exit code 2."""
 
 
 class RunFailed(Exception):

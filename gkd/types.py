@@ -67,7 +67,7 @@ def teacher_of(prompt: Prompt) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn. ``temperature`` 0 is greedy.
+    """The distribution that responses are drawn from. ``temperature`` 0 is greedy.
 
     ``top_p``, ``top_k``, ``min_p`` and ``presence_penalty`` as :mod:`gkd.losses.truncation` has them. ``stop``: texts
     that end a response, which then ends with the token that completes one.
@@ -84,7 +84,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Which scorers a sample goes to once it is finished.
+    """The scorers that a sample goes to once it is finished.
 
     ``top_k``: how many of the teacher's most likely tokens come with each position, at ``temperature``; None: the
     teacher does not score it. ``reference``: whether the reference model scores it, at the temperature of the sampling.

@@ -136,6 +136,13 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert wrong == []
 
 
+def test_docstrings_of_classes_name_what_they_are() -> None:
+    """Or begin with a verb, and not with a question."""
+    questions = {"How", "What", "Where", "Who", "Which", "Why"}
+    docstrings = [(f"{file}: {node.name}", ast.get_docstring(node) or "") for file, node in definitions(ast.ClassDef)]
+    assert [name for name, text in docstrings if text.partition(" ")[0] in questions] == []
+
+
 def names_of_types() -> Iterator[tuple[str, str]]:
     """Yield the names of classes, and of what modules call a type, with the file: ``_X`` as ``X``."""
     for file, node in definitions(ast.ClassDef):

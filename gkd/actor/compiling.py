@@ -34,7 +34,7 @@ LIGERS_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 @dataclass
 class Compilation:
-    """How the layers of a student are compiled: for packs of ``budget`` tokens, or ``dynamic``ally for padded rows.
+    """Compilation of the layers of a student: for packs of ``budget`` tokens, or ``dynamic``ally for padded rows.
 
     ``strict``: a layer that cannot be compiled ends the run (``actor.compile=true``); otherwise it is computed as it
     is, with a warning.

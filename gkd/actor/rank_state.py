@@ -21,7 +21,7 @@ from gkd.durable import Checksum
 
 @dataclass(frozen=True, slots=True)
 class RankSnapshot:
-    """What a rank has: its part of weights and optimizer state, and the log-probabilities that it keeps.
+    """State of a rank: its part of weights and optimizer state, and the log-probabilities that it keeps.
 
     ``applied`` is the step that the weights are of, None in the middle of one, of which ``rows`` are done.
     """

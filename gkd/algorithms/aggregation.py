@@ -60,7 +60,7 @@ def chunk_weights(
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What sums over the chunks of a batch lack: the factor ``scale`` of all losses, and ``n_positions`` to divide by.
+    """Terms that sums over a batch's chunks lack: the factor ``scale`` of all losses, and ``n_positions`` to divide by.
 
     The gradient is linear in the weights of tokens, so that one factor at the end makes it that of the whole batch.
     """

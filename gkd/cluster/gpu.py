@@ -178,7 +178,7 @@ def indices_of_raylet(n_gpus: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Devices:
-    """What a process sees: number of devices, their UUIDs and their indices, in CUDA's order."""
+    """The devices that a process sees: their number, their UUIDs and their indices, in CUDA's order."""
 
     count: int
     uuids: list[str]

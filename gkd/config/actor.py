@@ -67,7 +67,7 @@ class Lora(Settings):
 
 
 class Actor(Settings):
-    """How the student is trained."""
+    """Training of the student."""
 
     lr: float | None = Field(
         None,

@@ -17,7 +17,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class NodeSpan:
-    """Where a part of an engine that spans nodes stands; the fields are arguments of vLLM's engines."""
+    """Place of a part of an engine that spans nodes; the fields are arguments of vLLM's engines."""
 
     nnodes: int
     node_rank: int

@@ -11,7 +11,7 @@ from gkd.config.base import Settings
 
 
 class OpenAIEndpoint(Settings):
-    """Where the model is, and how long one attempt may take."""
+    """Address of a model, and the time that one attempt may take."""
 
     url: str = Field("", description="base URL, such as http://HOST:8000/v1")
     model: str = Field("", description="name of the model there")

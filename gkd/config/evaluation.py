@@ -30,7 +30,7 @@ class Endpoint(OpenAIEndpoint):
 
 
 class Evaluate(OpenSections):
-    """What gkd evaluate asks the models, and where it writes."""
+    """Evaluation of models: the sets, the strategies, and the place of the results."""
 
     registry: ClassVar[Registry] = STRATEGIES
     selects: ClassVar[str] = "strategies"

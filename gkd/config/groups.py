@@ -69,7 +69,7 @@ class Model(_PathOrSize):
 
 
 class TeacherModel(_PathOrSize):
-    """Which model the teacher serves."""
+    """The model that the teacher serves."""
 
     path: str | None = Field(
         None,
@@ -216,7 +216,7 @@ class Teacher(Scorer):
 
 
 class ReferenceModel(Settings):
-    """Which model that is."""
+    """The reference model itself."""
 
     path: str | None = Field(
         None,
@@ -234,7 +234,7 @@ class Reference(Scorer):
 
 
 class RewardModelModel(Settings):
-    """Which model gives the reward."""
+    """The model that gives the reward."""
 
     path: str | None = Field(
         None,

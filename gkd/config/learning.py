@@ -179,7 +179,7 @@ class Overlong(Settings):
 
 
 class Algorithm(Settings):
-    """What is optimised."""
+    """The objective of training."""
 
     registry: ClassVar[Registry] = ALGORITHMS
     selects: ClassVar[str] = "name"

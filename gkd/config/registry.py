@@ -23,7 +23,7 @@ from gkd.errors import ConfigError, describe_error
 
 @dataclass(frozen=True)
 class Registry:
-    """What the setting ``setting`` may name: ``entries``, from a name to ``module:attribute``, or the user's own.
+    """Names that ``setting`` may have: ``entries``, from a name to ``module:attribute``, or the user's own.
 
     ``base``: the class that all of them are of, as ``module:attribute``; None where any code will do.
     """

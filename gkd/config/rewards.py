@@ -66,7 +66,7 @@ def _make_absolute(functions: list[str]) -> list[str]:
 
 
 class Reward(OpenSections):
-    """What a response is worth: the weighted sum of reward functions."""
+    """The reward of a response: the weighted sum of reward functions."""
 
     registry: ClassVar[Registry] = REWARDS
     selects: ClassVar[str] = "functions"

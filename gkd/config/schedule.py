@@ -10,7 +10,7 @@ from gkd.config.base import Settings
 
 
 class Schedule(Settings):
-    """What a run does at the same time."""
+    """Stages of a run that go on at the same time."""
 
     streaming: Literal["auto", True, False] = Field(
         "auto",

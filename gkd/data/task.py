@@ -17,7 +17,7 @@ ReportFn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class TaskInputs:
-    """What a task made, as settings would name it: directories of the models, and files of prompts.
+    """Products of a task, as settings would name them: directories of the models, and files of prompts.
 
     ``teacher`` is None where the algorithm needs none.
     """

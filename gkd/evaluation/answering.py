@@ -40,7 +40,7 @@ class AnswerJob:
 
 @dataclass(frozen=True, slots=True)
 class JobAnswer:
-    """What came of a job, with all that was sampled for it. ``seconds`` as in :class:`RecordedAnswer`."""
+    """Outcome of a job, with all that was sampled for it. ``seconds`` as in :class:`RecordedAnswer`."""
 
     job: AnswerJob
     answer: Answer
@@ -50,7 +50,7 @@ class JobAnswer:
 
 
 class CountingGenerate:
-    """What a strategy is given as ``generate`` for one job; counts what is sampled."""
+    """Samples replies for one job, as a strategy's ``generate``, and counts them."""
 
     def __init__(self, source: ReplySource, job: AnswerJob, sampling: Sampling, seed: int) -> None:
         self._source, self._job, self._sampling, self._seed = source, job, sampling, seed

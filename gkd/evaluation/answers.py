@@ -17,7 +17,7 @@ from gkd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AnswerKey:
-    """What an answer depends on: another value of any of these is another answer.
+    """Everything that an answer depends on: another value of any of these is another answer.
 
     ``fingerprint`` is that of the model's files, ``question`` the question's key, ``index`` counts the samples of it,
     ``sampling`` is a digest of the settings of sampling and of the prompt's tokens.

@@ -20,7 +20,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Results:
-    """What one model scored on one set of ``n`` questions with ``samples`` answers each.
+    """Scores of one model on one set of ``n`` questions with ``samples`` answers each.
 
     ``scores`` are means over questions, by name. ``questions``: by a question's key, its own values of the same
     names. ``groups``: scores of the questions of one difficulty, by its value, with ``n`` beside them.

@@ -19,7 +19,7 @@ MORE = re.compile(r"\W*MORE\b\W*")
 
 
 class Retrieval:
-    """What both strategies share: the passages of a row, and a question together with what was seen."""
+    """Base of both strategies: the passages of a row, and a question together with what was seen."""
 
     class Config(Settings):
         """Becomes ``evaluate.adaptive`` and ``evaluate.fixed_k``."""

@@ -19,7 +19,7 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model wrote: its text, its length in tokens, and whether the limit cut it."""
+    """A model's reply: its text, its length in tokens, and whether the limit cut it."""
 
     text: str
     n_tokens: int

@@ -105,7 +105,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class ManagedMemory:
-    """What an engine takes of its share of a GPU (``gpu_memory_utilization``) by itself, as plans count it.
+    """The part of an engine's share of a GPU (``gpu_memory_utilization``) that it takes by itself, as plans count it.
 
     ``graphs``: bytes of captured graphs. ``prompt_rows``: prompt rows whose log-probabilities are computed at a time.
     ``most_blocks``: blocks of a cache beyond which forgetting it takes the host long. ``step_tokens``: tokens of a step

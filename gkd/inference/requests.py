@@ -93,7 +93,7 @@ ScorerAnswer: TypeAlias = Target | Int32 | float
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine can answer: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
+    """Limits of an engine's answers: ``vocabulary`` rows of logits, the largest K, the longest sequence in tokens.
 
     ``scorer`` names it, as in :class:`gkd.inference.engine.EngineSpec`; ``model`` is what it loaded.
     ``capacity`` is the number of requests it works on at the same time. ``rates``: a reward model, which answers

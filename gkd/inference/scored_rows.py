@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What is wanted of positions: the ``top_k`` of the first ``rows`` tokens of softmax(logits / ``temperature``)."""
+    """Outputs wanted at positions: the ``top_k`` of the first ``rows`` tokens of softmax(logits / ``temperature``)."""
 
     temperature: float
     rows: int

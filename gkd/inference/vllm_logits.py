@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is done to the logits of every request in an engine: ids from ``rows`` on are impossible, the rest is
+    """Changes to the logits of every request in an engine: ids from ``rows`` on are impossible, the rest is
     divided by ``temperature``.
     """
 

@@ -32,7 +32,7 @@ class Divergence(ABC):
         """No settings; those of a class of its own appear as ``algorithm.loss.NAME``."""
 
     teacher_logprobs: ClassVar[Literal["top_k", "token"]] = "top_k"
-    """What the teacher has to send of a position: its ``algorithm.loss.top_k`` most likely tokens, or no more than the
+    """The part of a position that the teacher has to send: its ``algorithm.loss.top_k`` most likely tokens, or just the
     log-probability of the response token."""
 
     is_policy_gradient: ClassVar[bool] = False

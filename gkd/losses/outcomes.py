@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Outcomes(NamedTuple):
-    """What is known of softmax(z / T) at n positions; only the first two are differentiable.
+    """Values of softmax(z / T) at n positions; only the first two are differentiable.
 
     ``chosen`` [n, K]: log-probabilities of the ids; ``others`` [n]: of all else together, exact however small.
     ``entropy`` [n] is over the whole vocabulary. ``log_q`` of any token is ``z / T - highest - log_sum``, [n] each.

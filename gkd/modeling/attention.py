@@ -95,7 +95,7 @@ def _attend_padded(
 
 
 class _Padding:
-    """Where the tokens of S sequences are among S rows of M; worked out once for all layers.
+    """Places of the tokens of S sequences among S rows of M; worked out once for all layers.
 
     ``index`` [S * M]: the token at each place of the rows, any where there is none; ``places`` [L]: that of each token.
     Both are None where all sequences are of M tokens.

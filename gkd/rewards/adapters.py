@@ -32,7 +32,7 @@ Arguments: TypeAlias = Callable[[Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What TRL's rewards read of ``transformers.TrainerState``: optimizer steps done, and those of the whole run."""
+    """The part of ``transformers.TrainerState`` that TRL's rewards read: optimizer steps done, and of the whole run."""
 
     global_step: int
     max_steps: int

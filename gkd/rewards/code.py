@@ -31,7 +31,7 @@ class Code(RewardFunction):
     """
 
     class Config(Settings):
-        """Where the tests are, and what a program may use."""
+        """Column of the tests, and limits of a program."""
 
         tests: str = Field("tests", description="column of the tests, such as reward_model.ground_truth")
         timeout_s: float = Field(6.0, gt=0, description="time all tests of one response have, below reward.timeout_s")

@@ -16,7 +16,7 @@ class ReasoningSteps(RewardFunction):
     """Counts lines that begin as a step: ``Step 2``, ``3.``, a dash, ``Next``."""
 
     class Config(Settings):
-        """How many steps are enough."""
+        """Number of steps that are enough."""
 
         n_steps: int = Field(3, ge=1, description="steps that give the full reward")
 

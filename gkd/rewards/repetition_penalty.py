@@ -15,7 +15,7 @@ class RepetitionPenalty(RewardFunction):
     """
 
     class Config(Settings):
-        """What counts as a repetition, and how much."""
+        """Length of a repetition, and its weight."""
 
         n: int = Field(3, ge=1, description="words of an n-gram")
         largest: float = Field(1.0, gt=0, description="the penalty when nothing is new")

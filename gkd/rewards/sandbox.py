@@ -46,7 +46,7 @@ os.execv(sys.executable, [sys.executable, "-I", "-B", "program.py"])
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended: its exit ``code``, None where its time was over, and what it wrote to standard output."""
+    """End of a program: its exit ``code``, None where its time was over, and what it wrote to standard output."""
 
     code: int | None
     output: str

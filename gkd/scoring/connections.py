@@ -31,7 +31,7 @@ _COUNTER = struct.Struct("=Q")
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """What a server has for its clients. Past ``connections`` the peer that has been silent the longest is cut off.
+    """Limits of a server's clients. Past ``connections`` the peer that has been silent the longest is cut off.
 
     Peers are also cut off that have not greeted ``greeting_s`` after they connected, have been silent for ``silent_s``,
     have read nothing of what waits for them for ``unread_s``, or have sent ``partial_bytes`` and the largest requests

@@ -34,7 +34,7 @@ TICK_MS = 50
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long the client of ``scorer`` waits; see config.Teacher."""
+    """Waiting times and attempts of the client of ``scorer``; see config.Teacher."""
 
     request_timeout_s: float
     max_attempts: int

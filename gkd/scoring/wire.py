@@ -54,8 +54,8 @@ class Hello(Body, frozen=True):
 
 
 class Welcome(Body, frozen=True):
-    """What serves here. ``session`` differs after every start of the server; ``rendering`` is for clients that have not
-    got the model's files; the rest is as in requests.Limits.
+    """Description of a server. ``session`` differs after every start; ``rendering`` is for clients that have not got
+    the model's files; the rest is as in requests.Limits.
     """
 
     protocol: _Count
@@ -131,7 +131,7 @@ class RateReply(Body, frozen=True, tag="rate_reply"):
 
 
 class Error(Body, frozen=True):
-    """Why there is no answer; ``id`` is None when the request could not even be read."""
+    """Reason for no answer; ``id`` is None when the request could not even be read."""
 
     id: _Id | None
     code: ErrorCode

@@ -47,7 +47,7 @@ def split_into_buckets(
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where tensors lie in a packed buffer."""
+    """Places of tensors in a packed buffer."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """What a rank has of a tensor of the model's files, which is of ``dtype`` and ``shape`` when it is whole.
+    """A rank's part of a tensor of the model's files, which is of ``dtype`` and ``shape`` when it is whole.
 
     That is one of as many equal parts as there are ranks, along ``dim``; None: all of it.
     """
@@ -63,7 +63,7 @@ class ShardCall:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Who takes part: this rank of ``n_ranks`` of the actor, and ``n_engines`` engines of ``span`` processes.
+    """Participants of a transfer: this rank of ``n_ranks`` of the actor, ``n_engines`` engines of ``span`` processes.
 
     ``address`` is what :meth:`ShardTransfer.new_address` returned on rank 0; no wait takes longer than ``limit_s``.
     """

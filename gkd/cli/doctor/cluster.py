@@ -23,7 +23,7 @@ QUICKSTART = "run ./launch/quickstart.sh from the same checkout on each and star
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is known of a node.
+    """Facts about a node.
 
     ``gloo_address`` is what torch's gloo would give others, empty where a variable names the interface; ``clock_s`` is
     how far its clock is ahead of this machine's, within ``within_s``.

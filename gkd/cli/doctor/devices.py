@@ -32,7 +32,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Gpus:
-    """What NVML reports: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
+    """NVML's report: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
 
     driver: str
     cuda: int

@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, and, unless that is ok, what to do."""
+    """Result of one check: its subject, what was found, and, unless that is ok, what to do."""
 
     level: Level
     subject: str

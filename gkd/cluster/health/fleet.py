@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 
 class Health(Enum):
-    """What an engine or a replica of a scorer is good for."""
+    """Condition of an engine or a replica of a scorer."""
 
     HEALTHY = auto()
     """It works."""
@@ -24,7 +24,7 @@ class Health(Enum):
 
 
 class HealthEvent(Enum):
-    """What happens to an engine or a replica."""
+    """An event that changes the health of an engine or a replica."""
 
     SILENT = auto()
     ANSWERED = auto()

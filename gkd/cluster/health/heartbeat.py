@@ -18,7 +18,7 @@ LONGEST_TURN_S = 5.0
 
 @dataclass
 class _Beat:
-    """How long one engine has shown no progress."""
+    """The time that one engine has shown no progress."""
 
     silent_s: float = 0.0
     progress: tuple[int, int] | None = None

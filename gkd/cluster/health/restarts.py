@@ -27,7 +27,7 @@ def return_text(new: Report, old: Report) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How members of a group are started again, at most ``limit`` times each.
+    """The way members of a group are started again, at most ``limit`` times each.
 
     ``start`` gets the number of a member and returns its new worker, built, as a group of one. It is called on a thread
     of its own, ends when that worker does, and raises where nothing comes of it. ``obstacle`` is why no member can be;

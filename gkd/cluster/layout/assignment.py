@@ -21,7 +21,7 @@ UUID_SHOWN = 14
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
-    """What a worker process sees, reported before any model is loaded."""
+    """The devices that a worker process sees, reported before any model is loaded."""
 
     node_id: str
     """Ray's id of the node, hex."""

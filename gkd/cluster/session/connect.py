@@ -50,7 +50,7 @@ log = logging.getLogger("gkd")
 
 @dataclass
 class Session:
-    """What a run holds in Ray; :func:`connect` makes it and gives everything back."""
+    """Everything that a run holds in Ray; :func:`connect` makes it and gives everything back."""
 
     directory: str | None = None
     """Directory of a private Ray, logs included; None when connected to a cluster."""
@@ -60,7 +60,7 @@ class Session:
     claim: int | None = None
     """The descriptor whose lock shows that the directory is in use."""
     threads: list[threading.Thread] = field(default_factory=list)
-    """What starts workers beside the run. They end once these are ended, and are waited for before Ray is left."""
+    """Threads that start workers beside the run; they end with these, and are waited for before Ray is left."""
     ended: bool = False
 
     def add(self, worker: Any) -> None:

@@ -44,7 +44,7 @@ class SleepingSampler(Sleeper, Protocol):
 
 @dataclass
 class Colocation:
-    """Who is on the shared GPUs. Without an actor everyone always is: where groups have memory of their own."""
+    """The groups on shared GPUs. Without an actor all always are there: where groups have memory of their own."""
 
     actor: Offloadable | None = None
     samplers: Sequence[SleepingSampler] = ()

@@ -26,7 +26,7 @@ class Engines:
     followers: Group
     """Parts on further nodes, engine by engine; none where every engine keeps to a node."""
     timeout_s: float
-    """How long a worker may take to answer."""
+    """Longest time that a worker may take to answer."""
 
     @staticmethod
     def from_group(group: Group, tensor_parallel_size: int, timeout_s: float) -> Engines:

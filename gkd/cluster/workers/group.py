@@ -35,9 +35,9 @@ class PendingCall:
     """Calls under way, one a worker, in rank order; :func:`gather` waits for them."""
 
     activity: str
-    """What is done, for messages: ``loading the teacher``."""
+    """Name of what is done, for messages: ``loading the teacher``."""
     workers: tuple[str, ...]
-    """Who does it, for messages, aligned with ``refs``."""
+    """Names of the workers that do it, for messages, aligned with ``refs``."""
     refs: tuple[Any, ...]
     service: ControlService | None = None
     """Ray's control service, which the wait watches."""
@@ -50,7 +50,7 @@ class Group:
     name: str
     workers: tuple[Any, ...]
     reports: tuple[Report, ...]
-    """Where each worker is and what it saw, aligned with ``workers``."""
+    """Place of each worker and what it saw, aligned with ``workers``."""
     service: ControlService | None = field(default=None, compare=False)
     """Ray's control service, which every wait for these workers watches."""
 
@@ -288,7 +288,7 @@ def _timeout_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mappin
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker reports between the driver's times ``sent`` and ``received``, seconds since 1970."""
+    """A worker's report between the driver's times ``sent`` and ``received``, seconds since 1970."""
 
     worker: Report
     sent: float
@@ -354,7 +354,7 @@ def fetch(refs: Sequence[Any], timeout_s: float, activity: str) -> list[Any]:
 
 
 class Stored(Protocol):
-    """What is at position ``slot`` of the list that the Ray object reference ``ref`` stands for."""
+    """The entry at position ``slot`` of the list that the Ray object reference ``ref`` stands for."""
 
     @property
     def ref(self) -> Any: ...

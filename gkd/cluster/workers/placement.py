@@ -32,7 +32,7 @@ log = logging.getLogger("gkd")
 
 @dataclass
 class Placement:
-    """Who got which GPU: groups by name, in the order actor, rollout, teacher."""
+    """The GPUs of every group: groups by name, in the order actor, rollout, teacher."""
 
     groups: dict[str, Group]
     claims: dict[str, list[Claim]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Placement:
     exact: frozenset[str] = frozenset()
     """Groups for which the settings name GPUs by their indices."""
     file: Path | None = field(default=None, init=False)
-    """Where it was written, and is written again when workers are replaced."""
+    """The file it was written to, and is written to again when workers are replaced."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def restart(self, group: str) -> Group:

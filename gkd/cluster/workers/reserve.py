@@ -56,7 +56,7 @@ class Claim:
     bundle: _Bundle
     device: DeviceReport
     resources: dict[str, float]
-    """What Ray counts for the worker: ``num_gpus`` and ``num_cpus``."""
+    """Amounts that Ray counts for the worker: ``num_gpus`` and ``num_cpus``."""
 
 
 class _AttemptFailed(Exception):
@@ -64,7 +64,7 @@ class _AttemptFailed(Exception):
 
 
 class InsufficientResources(RunFailed):
-    """What was requested was not free in time."""
+    """The resources that were requested were not free in time."""
 
 
 class NodeLostInReservation(_AttemptFailed):

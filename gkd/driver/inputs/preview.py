@@ -56,7 +56,7 @@ class FilePreview:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What is shown of a run's data; ``longest``: tokens that a prompt may have."""
+    """A view of a run's data; ``longest``: tokens that a prompt may have."""
 
     tokenizer: Any
     longest: int

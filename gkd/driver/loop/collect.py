@@ -40,7 +40,7 @@ class CollectedBatch:
 
 
 class SampleSource(Protocol):
-    """What samples come from: engines (:class:`gkd.rollout.group.RolloutGroup`), or the data's own answers."""
+    """Source of samples: engines (:class:`gkd.rollout.group.RolloutGroup`), or the data's own answers."""
 
     def submit(self, requests: Sequence[SampleRequest], order: int = 0) -> list[int]:
         """Queue requests for step ``order``; returns their keys."""

@@ -35,7 +35,7 @@ class Parts:
     vocab_size: int
     reports: WorkerReports = field(default_factory=WorkerReports)
     answers: DatasetAnswers | None = None
-    """What is learned from in place of samples; the engines are then for validation alone."""
+    """Answers that are learned from in place of samples; the engines are then for validation alone."""
 
     def report(self) -> list[WorkerReport]:
         """Return what the workers of every group state of themselves."""
@@ -44,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """Where the loop writes what it did."""
+    """The files that the loop writes to."""
 
     metrics: JsonLines
     samples: SampleLog

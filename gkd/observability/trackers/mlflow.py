@@ -20,7 +20,7 @@ class MLflow(Tracker):
     """Sends metrics to a run of an experiment; its id is kept in the output directory for a resumed one."""
 
     class Config(Settings):
-        """Where the run is listed."""
+        """Place of the run among others."""
 
         experiment: str = Field(
             "gkd", min_length=1, description="experiment of the run at MLflow (verl's project_name)"

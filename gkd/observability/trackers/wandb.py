@@ -19,7 +19,7 @@ class WandB(Tracker):
     """Sends metrics to a run of a project; its id is kept in the output directory for a resumed one."""
 
     class Config(Settings):
-        """Where the run is listed."""
+        """Place of the run among others."""
 
         project: str = Field("gkd", min_length=1, description="project of the run at wandb (verl's project_name)")
 
