@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         case [name, *rest] if name in PROGRAMS:
             program = importlib.import_module(PROGRAMS[name].module)
             return int(program.main(rest))
-    raise ConfigError(f"gkd {arguments[0]}: there is no such command{_nearest(arguments)}; gkd --help lists them")
+    raise ConfigError(f"gkd {arguments[0]}: there is no such command{_suggest(arguments)}; gkd --help lists them")
 
 
 def usage() -> str:
@@ -101,7 +101,7 @@ def usage() -> str:
     )
 
 
-def _nearest(arguments: Sequence[str]) -> str:
+def _suggest(arguments: Sequence[str]) -> str:
     """Suggest a command that is spelt alike, or ``gkd train`` where a setting comes first; else an empty string."""
     name = arguments[0]
     if "=" in name or name.endswith((".yaml", ".yml")):

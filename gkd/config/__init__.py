@@ -20,7 +20,7 @@ from gkd.config.groups import (
     TeacherModel,
     Trainer,
 )
-from gkd.config.hints import hint, nearest
+from gkd.config.hints import hint, suggest
 from gkd.config.learning import Algorithm, Loss, Overlong, Policy
 from gkd.config.loading import load, settings
 from gkd.config.plan import Plan
@@ -57,9 +57,9 @@ __all__ = [
     "Weights",
     "hint",
     "load",
-    "nearest",
     "parse_gpus",
     "quote",
     "settings",
+    "suggest",
     "user_path",
 ]

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gkd.config import Config, hint, load, nearest, settings
+from gkd.config import Config, hint, load, settings, suggest
 from gkd.config.base import GROUP_OF
 from gkd.config.data import TASKS
 from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, open_sections, plain_name, read_yaml
@@ -104,7 +104,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
             raise ConfigError(f"{file} does not fit: {key} is a section of settings, not {values[key]!r}")
     for group, choice in chosen.items():
         if choice not in (None, "none", *choices[group]):
-            choices_text = f"{nearest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
+            choices_text = f"{suggest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
             raise ConfigError(f"{file}: {group}={choice}: no such choice{choices_text}")
     return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, values
 
@@ -227,7 +227,7 @@ def _check_choice(override: Override, choices: list[str], several: bool = False)
     choice = override.value()
     for value in choice if several and isinstance(choice, list) else [choice]:
         if value not in choices:
-            choices_text = f"{nearest(str(value), choices)}; there are {', '.join(choices)}"
+            choices_text = f"{suggest(str(value), choices)}; there are {', '.join(choices)}"
             raise ConfigError(f"{override.key_or_group}={value}: no such choice{choices_text}")
 
 

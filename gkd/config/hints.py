@@ -11,7 +11,7 @@ TYPING_ERROR, SECTION_ALIKE, ALIKE = 0.9, 0.75, 0.6  # difflib's ratios
 MOST_OWNERS = 2  # sections that may have a setting of one name for a hint to name them all
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` for a misspelt choice, or an empty string when nothing is near."""
     choices = list(known)
     longer = [choice for choice in choices if name and choice.startswith(name)][:1]

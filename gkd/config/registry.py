@@ -44,11 +44,11 @@ class Registry:
 
     def require(self, name: str) -> None:
         """Raise ValueError, naming the nearest, for a name that is neither built in nor ``module:name``."""
-        from gkd.config.hints import nearest  # which may import this module
+        from gkd.config.hints import suggest  # which may import this module
 
         if name not in self.entries and ":" not in name:
             raise ValueError(
-                f"{self.setting}={name}: no such choice{nearest(name, self.entries)}; there are "
+                f"{self.setting}={name}: no such choice{suggest(name, self.entries)}; there are "
                 f"{', '.join(self.entries)}, or your own as package.module:name or FILE.py:name"
             )
 

@@ -40,7 +40,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
-from gkd.planning.advice.advise import offload_needed, planned_sampler, require_memory, settings_with_offload
+from gkd.planning.advice.advise import planned_sampler, require_memory, requires_offload, settings_with_offload
 from gkd.planning.advice.splits import faster_split
 from gkd.planning.layout import models_of, with_settings
 from gkd.version import __version__
@@ -317,7 +317,7 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
     sampler = planned_sampler(config, models, sizes or None)
-    return offload or offload_needed(config, models, sizes or None), sampler
+    return offload or requires_offload(config, models, sizes or None), sampler
 
 
 def _next_command(config: Config, output: Path) -> str:

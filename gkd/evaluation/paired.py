@@ -42,7 +42,7 @@ def compare_paired(first: Sequence[float], second: Sequence[float]) -> PairedDif
     """Compare one value a question of each model, in the same order. Raises ValueError for none or unequal numbers."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     difference = estimate(differences)
-    return PairedDifference(len(differences), difference, sign_flip_p(differences), questions_needed(differences))
+    return PairedDifference(len(differences), difference, sign_flip_p(differences), count_needed_questions(differences))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -67,7 +67,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     return (1 + hits) / (1 + FLIPS)
 
 
-def questions_needed(differences: Sequence[float]) -> int | None:
+def count_needed_questions(differences: Sequence[float]) -> int | None:
     """Return how many questions would show a mean difference of this size; None where there is none to show.
 
     ((1.96 + 0.84) * standard deviation / mean) ** 2, equation 9 of arXiv:2411.00640 for the questions' differences as

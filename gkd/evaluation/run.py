@@ -178,7 +178,7 @@ def _ask(config: Config, source: ReplySource, measurement: Measurement, log: Ans
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
 
-    def done(result: JobAnswer) -> None:
+    def record(result: JobAnswer) -> None:
         answer = result.answer
         answered = RecordedAnswer(
             answer.text, float(answer.cost), int(answer.iterations), result.n_tokens, result.truncated, result.seconds
@@ -187,7 +187,7 @@ def _ask(config: Config, source: ReplySource, measurement: Measurement, log: Ans
         log.add(measurement.key(result.job, seed), answered, beside)
         lines.add(result.n_tokens)
 
-    answer_all(source, jobs, strategy_of(config, measurement.strategy), measurement.sampling, seed, done)
+    answer_all(source, jobs, strategy_of(config, measurement.strategy), measurement.sampling, seed, record)
 
 
 def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Results:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.config.device import installed_device
-from gkd.config.hints import nearest
+from gkd.config.hints import suggest
 from gkd.data.model_info import has_experts
 from gkd.errors import ConfigError
 from gkd.modeling.architecture import can_pack, class_of, has_plain_attention
@@ -103,7 +103,7 @@ def require_quantization(name: str | None, setting: str) -> None:
     names = quantizations()
     if name is not None and names and name not in names:
         raise ConfigError(
-            f"{setting}={name}: the installed vLLM has no such method{nearest(name, names)}; it has {', '.join(names)}"
+            f"{setting}={name}: the installed vLLM has no such method{suggest(name, names)}; it has {', '.join(names)}"
         )
 
 

@@ -178,18 +178,18 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         if self._adapter is not None:
             self._adapter.load(bucket, tensors)
             return
-        vllm_backend.load(self.llm, bucket, tensors, running=self._running)
+        vllm_backend.load(self.llm, bucket, tensors, running=self._cache_policy)
         self._resume(bucket)
 
     def receive_weights(self, bucket: Bucket) -> None:
         """Load the next bucket, which each of the engine's processes receives, as :meth:`load_weights`."""
         from gkd.weights import vllm_backend
 
-        vllm_backend.load(self.llm, bucket, running=self._running, rank=self._rank)
+        vllm_backend.load(self.llm, bucket, running=self._cache_policy, rank=self._rank)
         self._resume(bucket)
 
     @property
-    def _running(self) -> CachePolicy:
+    def _cache_policy(self) -> CachePolicy:
         if not self._paused:
             return "none"
         return "keep" if self._salted else "recompute"

@@ -14,7 +14,7 @@ from typing import Any
 from gkd.cluster.gpu import read_gpus
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.cluster.workers.environment import threads_for
-from gkd.config import Config, Engine, Plan, Rollout, Scorer, nearest
+from gkd.config import Config, Engine, Plan, Rollout, Scorer, suggest
 from gkd.config.device import GB, GIB, Device
 from gkd.config.top_k import required_top_k
 from gkd.data.task import require_teacher, task_of
@@ -78,7 +78,7 @@ def gpu_hardware(plan: Plan) -> Hardware:
     if name not in GPU_TYPES:
         names = ", ".join(GPU_TYPES)
         raise ConfigError(
-            f"plan.gpu_type={name} is not known{nearest(name, list(GPU_TYPES))}; there are {names}, or give "
+            f"plan.gpu_type={name} is not known{suggest(name, list(GPU_TYPES))}; there are {names}, or give "
             "plan.memory_gb, plan.tflops, plan.memory_bandwidth_gb_s and plan.link_gb_s beside one of them"
         )
     gib, tflops, bandwidth, link = GPU_TYPES[name]

@@ -113,7 +113,7 @@ def new_model(size: Size, tokenizer: Any, seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def padded(texts: list[np.ndarray]) -> Any:
+def pad(texts: list[np.ndarray]) -> Any:
     """Return a tensor [texts, longest] of ids, padded on the right with IGNORED."""
     import torch
 
@@ -132,7 +132,7 @@ def batches(texts: list[np.ndarray], batch_size: int, seed: int) -> Iterator[Any
             near = sorted(order[start : start + 16 * batch_size], key=lambda i: len(texts[i]))
             groups = [near[i : i + batch_size] for i in range(0, len(near), batch_size)]
             for group in rng.permutation(len(groups)):
-                yield padded([texts[i] for i in groups[group]])
+                yield pad([texts[i] for i in groups[group]])
 
 
 def mean_loss(model: Any, ids: Any) -> Any:
@@ -154,7 +154,7 @@ def held_out_loss(model: Any, texts: list[np.ndarray]) -> float:
         for start in range(0, len(ordered), 32):
             group = ordered[start : start + 32]
             n = sum(len(text) - 1 for text in group)
-            total += float(mean_loss(model, padded(group))) * n
+            total += float(mean_loss(model, pad(group))) * n
             n_tokens += n
     return total / n_tokens
 

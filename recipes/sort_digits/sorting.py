@@ -59,10 +59,10 @@ def make_tokenizer() -> Any:
 
 def example(digits: Int64) -> Example:
     """Return prompt and answer of one row of digits."""
-    return Example(prompt=_spaced(digits) + " =", answer=_spaced(np.sort(digits)))
+    return Example(prompt=_join_digits(digits) + " =", answer=_join_digits(np.sort(digits)))
 
 
-def _spaced(digits: Int64) -> str:
+def _join_digits(digits: Int64) -> str:
     return " ".join(map(str, digits.tolist()))
 
 
@@ -98,10 +98,10 @@ def examples(seed: int, digits: int, split: Split) -> list[Example]:
     """Return different examples of one split, equal for equal seeds; all there are where these are few."""
     n_examples = N_TRAIN if split == "train" else N_VAL
     rng = np.random.default_rng((seed, digits))
-    return [example(row) for row in islice(_different(rng, digits, split, n_examples), n_examples)]
+    return [example(row) for row in islice(_draw_distinct(rng, digits, split, n_examples), n_examples)]
 
 
-def _different(rng: np.random.Generator, digits: int, split: Split, n_examples: int) -> Iterator[Int64]:
+def _draw_distinct(rng: np.random.Generator, digits: int, split: Split, n_examples: int) -> Iterator[Int64]:
     if 10**digits <= 10 * HELD_OUT_ONE_IN * n_examples:
         # Few enough to list: drawing until the last one comes would take for ever.
         for number in rng.permutation(10**digits):

@@ -191,11 +191,11 @@ def _run_warmup(cache: Path, missing: list[ModelRecipe], report: ReportFn) -> No
         if code != 0:
             errors.seek(0)
             lines = [line.strip() for line in errors if line.strip()]
-            reason = lines[-1] if lines else f"it ended by {_ending(code)}"
+            reason = lines[-1] if lines else f"it ended by {_describe_exit(code)}"
             raise RunFailed(f"making the built-in {names} failed: {reason}")
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from gkd.evaluation.paired import EXACT, compare_paired, holm, questions_needed, sign_flip_p
+from gkd.evaluation.paired import EXACT, compare_paired, count_needed_questions, holm, sign_flip_p
 
 
 def brute_force(differences: list[float]) -> float:
@@ -58,14 +58,14 @@ def test_the_difference_is_the_second_less_the_first_and_pairs_cancel_difficulty
 def test_as_many_questions_as_needed_find_the_difference_in_four_of_five_cases() -> None:
     random = np.random.default_rng(2)
     pilot = random.normal(0.3, 1.0, 4000).tolist()
-    needed = questions_needed(pilot)
+    needed = count_needed_questions(pilot)
     assert needed is not None
     assert needed == pytest.approx((2.8015 / 0.3) ** 2, rel=0.15)
     detections = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(150)]
     assert 0.7 <= np.mean(detections) <= 0.9
-    assert questions_needed([0.0, 1.0, -1.0]) is None
+    assert count_needed_questions([0.0, 1.0, -1.0]) is None
     assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)
-    assert questions_needed([1.0] * 5) == 6  # no test of fewer can say it
+    assert count_needed_questions([1.0] * 5) == 6  # no test of fewer can say it
 
 
 def test_holm() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gkd.cli.doctor.finding import Finding, failed, ok
+from gkd.cli.doctor.finding import Finding, fail, ok
 from gkd.errors import Parser, entry_point
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _findings(address: str | None) -> Iterator[Finding]:
     if find_spec("packaging") is None or find_spec("ray") is None:
-        yield failed(
+        yield fail(
             "python",
             f"{sys.executable} has none of this project's packages",
             "./launch/quickstart.sh installs them; then .venv/bin/python -m gkd.doctor",

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gkd.cli.doctor import node as node_module
-from gkd.cli.doctor.finding import Finding, failed, ok, warning
+from gkd.cli.doctor.finding import Finding, fail, ok, warn
 from gkd.errors import one_line
 
 ASK_TIMEOUT_S = 120.0  # a node's first task starts a process there
@@ -51,7 +51,7 @@ def check_cluster() -> Iterator[Finding]:
             try:
                 facts.append(_collect_facts(node, name))
             except (ray.exceptions.RayError, TimeoutError) as error:
-                yield failed(
+                yield fail(
                     "node", f"{name} does not answer: {one_line(error)}", "start it again with ./launch/ray_cluster.sh"
                 )
     finally:
@@ -95,7 +95,7 @@ def _addresses(nodes: list[NodeFacts]) -> Iterator[Finding]:
         return
     alone = [node for node in nodes if node.gloo_address.startswith(("127.", "::1", "unknown"))]
     for node in alone:
-        yield warning(
+        yield warn(
             "address",
             f"{node.name} takes its own name to be {node.gloo_address}, where other machines do not reach it",
             "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between them before its node starts",
@@ -107,7 +107,7 @@ def _addresses(nodes: list[NodeFacts]) -> Iterator[Finding]:
 def _clocks(nodes: list[NodeFacts]) -> Iterator[Finding]:
     wrong = [node for node in nodes if abs(node.clock_s) - node.within_s > MAX_CLOCK_S]
     for node in wrong:
-        yield warning("clock", f"{node.name} is {node.clock_s:+.1f} s from this machine", "let NTP or chrony set it")
+        yield warn("clock", f"{node.name} is {node.clock_s:+.1f} s from this machine", "let NTP or chrony set it")
     if not wrong:
         yield ok("clock", f"the same on {len(nodes)} nodes within {MAX_CLOCK_S:g} s")
 
@@ -124,11 +124,11 @@ def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
             different = True
             versions = "; ".join(f"{version} on {', '.join(on)}" for version, on in nodes_by_version.items())
             if name == "driver":
-                yield warning("driver", versions, "install the same on every machine")
+                yield warn("driver", versions, "install the same on every machine")
             elif name == "gkd":
-                yield warning("gkd", versions, "the same checkout on each, or launch/submit.py, which brings its own")
+                yield warn("gkd", versions, "the same checkout on each, or launch/submit.py, which brings its own")
             else:
-                yield failed("packages", f"{name}: {versions}", QUICKSTART)
+                yield fail("packages", f"{name}: {versions}", QUICKSTART)
     if not different:
         yield ok("packages", f"{len(names)} the same on {len(nodes)} nodes")
 
@@ -137,18 +137,18 @@ def _gpus(node: NodeFacts) -> Finding:
     n_real, n_ray = len(node.uuids), node.ray_gpus
     if node.simulated:
         if n_real:
-            return warning(
+            return warn(
                 "gpus", f"{node.name} simulates {n_ray} GPUs and has {n_real}", "start it without --simulate-gpus"
             )
         return ok("gpus", f"{node.name} simulates {n_ray}: workers on them compute on the CPU")
     if n_ray > n_real:
-        return failed(
+        return fail(
             "gpus",
             f"{node.name}: Ray hands out {n_ray} GPUs and NVML sees {n_real}",
             "start the node again, with --simulate-gpus N if they are not there on purpose",
         )
     if n_ray < n_real:
-        return warning(
+        return warn(
             "gpus",
             f"{node.name}: Ray hands out {n_ray} of the {n_real} GPUs that NVML sees",
             "unset CUDA_VISIBLE_DEVICES (and --num-gpus) where the node is started, unless that is meant",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from gkd.cli.doctor.finding import GIB, Finding, failed, ok, warning
+from gkd.cli.doctor.finding import GIB, Finding, fail, ok, warn
 from gkd.cluster import gpu
 from gkd.errors import ConfigError
 
@@ -60,7 +60,7 @@ def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
     yield ok("gpus", f"{len(gpus.names)}, driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}")
     for index, (free, total) in enumerate(zip(gpus.free, gpus.total, strict=True)):
         if free < 0.9 * total:
-            yield warning(
+            yield warn(
                 "gpus",
                 f"GPU {index}: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use",
                 f"nvidia-smi --id={index} names the processes; leave the GPU out with CUDA_VISIBLE_DEVICES",
@@ -74,13 +74,11 @@ def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        yield failed("torch", f"importing it takes more than {IMPORT_TIMEOUT_S:.0f} s", "is the disk of .venv slow?")
+        yield fail("torch", f"importing it takes more than {IMPORT_TIMEOUT_S:.0f} s", "is the disk of .venv slow?")
         return
     if probe.returncode != 0:
         lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
-        yield failed(
-            "torch", f"cannot be imported with transformers: {lines[-1]}", "rm -r .venv, ./launch/quickstart.sh"
-        )
+        yield fail("torch", f"cannot be imported with transformers: {lines[-1]}", "rm -r .venv, ./launch/quickstart.sh")
         return
     yield from compare_torch(json.loads(probe.stdout.splitlines()[-1]), gpus)
 
@@ -92,7 +90,7 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's own order
     do = "install one with Python's headers (Debian: apt-get install gcc python3-dev), or set CC"
     if compiler is None:
-        yield failed("compiler", "neither CC, gcc nor clang: Triton cannot build kernels, and no engine starts", do)
+        yield fail("compiler", "neither CC, gcc nor clang: Triton cannot build kernels, and no engine starts", do)
         return
     headers = sysconfig.get_paths()["include"]
     command = [compiler, "-fsyntax-only", "-x", "c", f"-I{headers}", "-"]
@@ -111,7 +109,7 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
     if wrong is None:
         yield ok("compiler", f"{compiler}, with Python.h in {headers}")
     else:
-        yield failed("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
+        yield fail("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
 
 
 def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
@@ -125,7 +123,7 @@ def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
             [control], input="get_server_list\n", capture_output=True, text=True, timeout=MPS_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield warning("mps", f"{control} does not answer: {error}", "end it, or start it again: runs would wait for it")
+        yield warn("mps", f"{control} does not answer: {error}", "end it, or start it again: runs would wait for it")
         return
     if done.returncode == 0:
         yield ok("mps", f"runs in {where}: groups that share a GPU compute on it at the same time")
@@ -139,22 +137,20 @@ def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) 
     if gpus is None or not gpus.names:
         yield ok("torch", f"{version} on the CPU")
         if not facts["gloo"]:
-            yield failed(
-                "gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build"
-            )
+            yield fail("gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build")
         return
     if cuda is None:
-        yield warning("torch", f"{version} is a CPU build", "rm -r .venv, GKD_DEVICE=cuda ./launch/quickstart.sh")
+        yield warn("torch", f"{version} is a CPU build", "rm -r .venv, GKD_DEVICE=cuda ./launch/quickstart.sh")
         return
     needed, driver = [int(part) for part in str(cuda).split(".")[:2]], (gpus.cuda // 1000, gpus.cuda % 1000 // 10)
     if needed[0] > driver[0]:
-        yield failed(
+        yield fail(
             "torch",
             f"{version} is built for CUDA {cuda}; driver {gpus.driver} runs up to {driver[0]}.{driver[1]}",
             "install a newer driver, or a torch built for an older CUDA",
         )
     elif not facts["available"] or facts["count"] != len(gpus.names):
-        yield failed(
+        yield fail(
             "torch",
             f"{version} sees {facts['count']} of {len(gpus.names)} GPUs",
             "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` prints",
@@ -164,6 +160,6 @@ def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) 
             "torch", f"{version} with CUDA {cuda} sees {facts['count']} GPUs; the driver runs {driver[0]}.{driver[1]}"
         )
     if facts["nccl"] is None:
-        yield failed("nccl", "torch was built without it, so GPUs cannot talk", "install torch's own CUDA build")
+        yield fail("nccl", "torch was built without it, so GPUs cannot talk", "install torch's own CUDA build")
     else:
         yield ok("nccl", str(facts["nccl"]))

@@ -29,11 +29,11 @@ def ok(subject: str, observation: str) -> Finding:
     return Finding("ok", subject, observation)
 
 
-def warning(subject: str, observation: str, do: str) -> Finding:
+def warn(subject: str, observation: str, do: str) -> Finding:
     """Return that runs work, but worse, or not all of them."""
     return Finding("warning", subject, observation, do)
 
 
-def failed(subject: str, observation: str, do: str) -> Finding:
+def fail(subject: str, observation: str, do: str) -> Finding:
     """Return that runs do not work."""
     return Finding("failed", subject, observation, do)

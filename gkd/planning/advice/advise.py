@@ -78,7 +78,7 @@ def _advise(layout: Layout, group: str) -> Iterator[Advice]:
     """Yield :func:`advise`'s, each worked out when it is wanted."""
     if not memory_of(layout, group).fits:
         trials = _Trials(layout, group, {})
-        yield from (cheapest for level in LEVEL_NAMES if (cheapest := _cheapest(trials, level)) is not None)
+        yield from (cheapest for level in LEVEL_NAMES if (cheapest := _find_cheapest(trials, level)) is not None)
 
 
 def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None = None) -> str | None:
@@ -208,7 +208,7 @@ class _Trials:
         )
 
 
-def _cheapest(trials: _Trials, level: int) -> Advice | None:
+def _find_cheapest(trials: _Trials, level: int) -> Advice | None:
     """Return, of the smallest sets of changes that fit and use this level, the one with the shortest step."""
     layout, group = trials.layout, trials.group
     changes = [change for change in changes_for(layout, group) if change.level <= level]
@@ -289,7 +289,7 @@ def require_memory(
             return
 
 
-def offload_needed(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
+def requires_offload(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> bool:
     """Return whether actor and engines on its GPUs are offloaded in turn; arguments of :func:`require_memory`."""
     return any(needs_offload(layout) for layout in _layouts(config, models, gpu_bytes_by_group).values())
 

@@ -22,12 +22,12 @@ RECORDING, PREPARING = ("request", "log"), ("prepare",)
 
 def driver_times(timeline: RunTimeline) -> DriverTimes:
     """Return the means over a run's steps; nothing where its file does not state what the driver did."""
-    recording, preparing = timeline.spans_named("driver", RECORDING), timeline.spans_named("driver", PREPARING)
+    recording, preparing = timeline.find_spans("driver", RECORDING), timeline.find_spans("driver", PREPARING)
     updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
     scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]
-    working, sampling = timeline.spans_named("actor", WORK["actor"]), timeline.spans_named("rollout", WORK["rollout"])
+    working, sampling = timeline.find_spans("actor", WORK["actor"]), timeline.find_spans("rollout", WORK["rollout"])
     scorers = sorted(
-        (s for name in SCORERS for s in timeline.spans_named(name, WORK[name])), key=lambda span: span.start
+        (s for name in SCORERS for s in timeline.find_spans(name, WORK[name])), key=lambda span: span.start
     )
     times = []
     for start, end in timeline.steps():

@@ -85,7 +85,7 @@ class RunTimeline:
         ]
         return steps[1:] or steps
 
-    def spans_named(self, group: str, names: Collection[str]) -> list[TimelineSpan]:
+    def find_spans(self, group: str, names: Collection[str]) -> list[TimelineSpan]:
         """Return the spans of these names of a group's workers, in the order in which they began."""
         spans = [span for span in self.spans if span.group == group and span.name in names]
         return sorted(spans, key=lambda span: span.start)

@@ -87,7 +87,7 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
         logits, head_gradient = logits + chunk * shape.vocabulary * c, 3 * head_gradient
     stream = c * shape.hidden * micro.tokens
     recomputed = max(saved_activations(shape, c, training.rank).layers) * micro.tokens if training.checkpointing else 0
-    working = stream + recomputed + _backward_working(shape, c) * micro.tokens
+    working = stream + recomputed + _backward_bytes(shape, c) * micro.tokens
     quantized = training.lora.quantize is not None
     reduced = (c + F32) * shape.largest_layer if training.sharded and training.lora.r is None else 0
     # The present one and the next; of 4-bit ones a matrix at a time.
@@ -250,7 +250,7 @@ def _mlp(shape: ModelShape, layers: Layers, c: int) -> float:
     return c * (numbers + experts.per_token * 2 * shape.hidden) + 2 * F32 * experts.count
 
 
-def _backward_working(shape: ModelShape, c: int) -> float:
+def _backward_bytes(shape: ModelShape, c: int) -> float:
     """Return the bytes a token that the backward pass of a layer needs beside what is kept.
 
     They are the gradients of its feed-forward part (both factors of the product) and of the residual stream.

@@ -319,11 +319,11 @@ class _Simulation:
         """Have the actor work so long."""
         self.computing, self.groups["actor"].busy = True, 1
 
-        def done() -> None:
+        def finish() -> None:
             self.computing, self.groups["actor"].busy = False, 0
             then()
 
-        self._run_after(self.groups["actor"], seconds, done)
+        self._run_after(self.groups["actor"], seconds, finish)
 
     def _end_update(self) -> None:
         self._schedule(self.run.driver.call_s, self._end_call)

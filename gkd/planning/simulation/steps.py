@@ -65,8 +65,8 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         prompt=workload.prompt,
         mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1, seen)),
         lengths=lambda step: response_lengths(layout, n_samples, step, seen),
-        sampling=_sampling(layout, scale, factors),
-        scoring=_scoring(layout, scale, factors),
+        sampling=_sampling_group(layout, scale, factors),
+        scoring=_scoring_groups(layout, scale, factors),
         updating=TrainingGroup(
             accumulate_s=update_s(layout, world, trainer.nnodes) * factors.update - adam,
             apply_s=adam,
@@ -102,7 +102,7 @@ class _Scale:
         return simulated, self.weight * simulated / n
 
 
-def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
+def _sampling_group(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
     engine, share = layout.config.rollout, layout.config.algorithm.on_policy_share * factors.generate
     n_engines, each = scale.servers(engine.n_engines)
     workload, schedule = layout.workload(), layout.config.schedule
@@ -125,7 +125,7 @@ def _sampling(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
     )
 
 
-def _scoring(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, ScoringGroup]:
+def _scoring_groups(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, ScoringGroup]:
     config, scoring = layout.config, {}
     for section, engine in config.pools():
         if isinstance(engine, Scorer):

@@ -14,7 +14,7 @@ from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
-from gkd.planning.advice.advise import offload_needed, settings_with_offload
+from gkd.planning.advice.advise import requires_offload, settings_with_offload
 from gkd.planning.layout import models_of, with_settings
 
 DISTIL = "+recipe=on_policy_distill"
@@ -111,7 +111,7 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
     config = share_gpus(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
     assert config.cluster.offload == "auto"
     card = dict.fromkeys(("actor", "rollout", "teacher"), 40e9 if size else 24e9)
-    assert offload_needed(config, models_of(config), card) == turns
+    assert requires_offload(config, models_of(config), card) == turns
 
 
 def test_where_they_take_turns_nothing_is_sampled_ahead() -> None:
