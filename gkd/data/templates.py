@@ -1,4 +1,4 @@
-"""From a row to what the student is asked: a prompt template, a system prompt, the tokenizer's chat template."""
+"""From a row to the student's prompt: a prompt template, a system prompt, the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gkd.errors import ConfigError, one_line
 
 
 def question_of(row: Row, key: str, data: Data) -> Any:
-    """Return what a row asks: text for the model as it is, or messages for the chat template.
+    """Return the question of a row: text for the model as it is, or messages for the chat template.
 
     Text goes into ``data.prompt_template``, and is a user's message where ``data.apply_chat_template`` or
     ``data.system_prompt`` is set. Raises ConfigError as :func:`gkd.data.layouts.prompt_of`, and for a template that

@@ -1,4 +1,4 @@
-"""``answers.jsonl``: every answer as it came, so that an evaluation that ended early asks only what is missing."""
+"""``answers.jsonl``: every answer as it came, so that an evaluation that ended early generates only what is missing."""
 
 from __future__ import annotations
 

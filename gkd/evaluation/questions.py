@@ -115,7 +115,7 @@ def _data(name: str, settings: EvalSet, longest: int) -> Data:
 
 
 def question_keys(questions: Iterable[tuple[Prompt, Any]]) -> list[str]:
-    """Return a key for each prompt and what its row asks, before any model's template: the same in every run.
+    """Return a key for each prompt and the question of its row, before any model's template: the same in every run.
 
     They are 16 hexadecimal digits of the question and its answers, and a number where these repeat.
     """

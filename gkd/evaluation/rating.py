@@ -64,8 +64,8 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
         for place, own in enumerate(rated):
             of_question.setdefault(own.question.key, []).append(place)
         for places in of_question.values():
-            judged = pool.submit_group([completions[place] for place in places])
-            for place, rewards in zip(places, judged, strict=True):
+            group_rewards = pool.submit_group([completions[place] for place in places])
+            for place, rewards in zip(places, group_rewards, strict=True):
                 futures[place] |= rewards
         scores = []
         for own, of_one in zip(rated, futures, strict=True):

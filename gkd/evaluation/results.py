@@ -15,7 +15,7 @@ from gkd.errors import ConfigError
 from gkd.evaluation.statistics import Estimate
 
 PLAIN = "plain"
-"""Name of the strategy that asks once and takes the answer."""
+"""Name of the strategy that generates once and takes the answer."""
 
 
 @dataclass(frozen=True)

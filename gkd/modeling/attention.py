@@ -40,11 +40,11 @@ def packed_attention(
     query [1, H, L, D], key and value [1, G, L, D]; returns [1, L, H, D] and no weights. Raises ValueError for
     attention variants it does not compute, a mask of the model's own among them (Doge adds one to its scores).
     """
-    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
-        unknown.append("attention_mask")
-    if unknown or cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError(f"packed attention lacks sequence bounds or does not know {unknown}")
+        unsupported.append("attention_mask")
+    if unsupported or cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(f"packed attention lacks sequence bounds or does not compute {unsupported}")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None

@@ -20,7 +20,7 @@ _SENTENCE = re.compile(
     r"(?:\s*(?::|=|\b(?:is|are)\b|\b(?:should|would|must|will)\s+be\b)[*_]*)+\s*",
     re.IGNORECASE,
 )
-_JUDGED = re.compile(r"\(?\b([A-J])\b\)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b")  # "(B) is correct"
+_CORRECT_CHOICE = re.compile(r"\(?\b([A-J])\b\)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b")  # "(B) is correct"
 _DISPLAY = {"$$": "$$", "\\[": "\\]"}
 _END = re.compile(
     r"[.!?](?=\s|$)|,?\s+(?:because|since|which|so|where|as|when|for)\b|\s+\((?=[^)]{0,80}[a-z]{2})", re.IGNORECASE
@@ -110,9 +110,9 @@ def _marker(text: str) -> Statement | None:
 
 def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
     """Return the last sentence that states the answer: the rest of its line, or the displayed formula after it."""
-    matches = sorted([*_SENTENCE.finditer(text), *_JUDGED.finditer(text)], key=lambda match: match.end())
+    matches = sorted([*_SENTENCE.finditer(text), *_CORRECT_CHOICE.finditer(text)], key=lambda match: match.end())
     for match in reversed(matches[-MOST_SENTENCES:]):
-        if match.re is _JUDGED:
+        if match.re is _CORRECT_CHOICE:
             return Statement(match.start(), match.end(), match[1])
         opening = text[match.end() : match.end() + 2]
         if opening in _DISPLAY:

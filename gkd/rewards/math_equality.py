@@ -3,7 +3,7 @@
 A sampled response may hold ``2^{2^{2^{2^{2^2}}}}`` or ``9999999!``. sympy then computes for ever inside one C call,
 which neither a thread nor a signal handler interrupts and which would hold the whole run. So math-verify lives in a
 child that sets itself an alarm for every question: late, the kernel ends it, the answer counts as unequal, and the next
-question starts a new child. The alarm counts the child's own processor time, so that a busy machine changes no verdict.
+question starts a new child. The alarm counts the child's own processor time, so that a busy machine changes no result.
 The child also ends when this process does, because its stdin closes.
 """
 
@@ -25,7 +25,7 @@ MAX_LENGTH = 2000  # characters looked at, from the end of each text
 log = logging.getLogger(__name__)
 
 
-class MathJudge:
+class MathComparer:
     """A child process that compares answers; started at the first question, safe to use from several threads."""
 
     def __init__(self, seconds: float = SECONDS_PER_QUESTION) -> None:
@@ -79,16 +79,16 @@ class MathJudge:
                 pass
 
 
-_judge = MathJudge()
-atexit.register(_judge.close)
+_comparer = MathComparer()
+atexit.register(_comparer.close)
 
 
 def are_math_equal(response: str, answer: str) -> bool:
-    """Return whether two answers are mathematically equal, by this process's :class:`MathJudge`."""
-    return _judge.are_equal(response, answer)
+    """Return whether two answers are mathematically equal, by this process's :class:`MathComparer`."""
+    return _comparer.are_equal(response, answer)
 
 
-def _verdict(response: str, answer: str) -> bool:
+def _compare(response: str, answer: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
     # As LaTeX only: of what it cannot read whole it would else take a number. The alarm of main() is the time-out;
@@ -110,13 +110,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.WARNING)  # math-verify warns at every call that it has no time-out
-    _verdict("\\frac{1}{2}", "0.5")  # imports sympy and builds the parser, which no question should pay for
+    _compare("\\frac{1}{2}", "0.5")  # imports sympy and builds the parser, which no question should pay for
     for line in sys.stdin:
         response, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
-        verdict = _verdict(response, answer)
+        equal = _compare(response, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(int(verdict), flush=True)
+        print(int(equal), flush=True)
 
 
 if __name__ == "__main__":

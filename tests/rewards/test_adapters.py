@@ -94,7 +94,7 @@ def test_gkd_of_a_group() -> None:
         ("raises_for_a_group", ["KeyError: 'group'"] * 3),
     ],
 )
-def test_groups_that_are_judged_wrong(name: str, expected: list[Any]) -> None:
+def test_groups_that_are_rated_wrong(name: str, expected: list[Any]) -> None:
     group = [make_completion(text) for text in ("a", "b", "c")]
     answers = _evaluate(resolve(HERE + name, settings_of(name)), group, True)
     assert [answer if isinstance(answer, str) else answer[0] for answer in answers] == expected

@@ -66,7 +66,7 @@ def test_every_request_is_done_once_whatever_ends_in_between(
     st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 8),
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.booleans()), max_size=60),
 )  # fmt: skip
-def test_groups_that_are_judged_together_are_on_one_engine_whatever_ends_in_between(
+def test_groups_that_are_rated_together_are_on_one_engine_whatever_ends_in_between(
     engines: int, capacity: int, n: int, n_prompts: int, events: list[tuple[str, int, bool]]
 ) -> None:
     """A group is finished when all of it is on one engine, and not before; one of the engines may be suspect."""

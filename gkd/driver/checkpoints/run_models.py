@@ -124,7 +124,7 @@ def _read_model(path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -> dict[str, Any]:
-    """Return the settings of an evaluation that asks as the run with ``config`` does.
+    """Return the settings of an evaluation that samples as the run with ``config`` does.
 
     ``with_sets``: on its own questions, those of ``data.val_files`` as the set ``val`` and ``data.val_sets``.
     """

@@ -18,7 +18,7 @@ from gkd.planning.advice.advise import requires_offload, settings_with_offload
 from gkd.planning.layout import models_of, with_settings
 
 DISTIL = "+recipe=on_policy_distill"
-JUDGED = [
+FIVE_GROUPS = [
     "+recipe=distill_and_reward", "algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]",
     "reward_model.model.path=DIR",
 ]  # fmt: skip
@@ -38,11 +38,11 @@ def placed(config: Config) -> dict[str, int]:
         ([DISTIL], 8, None),
         (["+recipe=grpo"], 1, "single_gpu"),
         (["+recipe=grpo"], 2, None),
-        (JUDGED, 1, "single_gpu"),
-        (JUDGED, 2, "2gpu"),
-        (JUDGED, 3, "3gpu"),
-        (JUDGED, 4, "4gpu"),
-        (JUDGED, 5, None),
+        (FIVE_GROUPS, 1, "single_gpu"),
+        (FIVE_GROUPS, 2, "2gpu"),
+        (FIVE_GROUPS, 3, "3gpu"),
+        (FIVE_GROUPS, 4, "4gpu"),
+        (FIVE_GROUPS, 5, None),
         ([DISTIL], 0, None),  # simulated ones are handed out instead
     ],
 )

@@ -310,9 +310,9 @@ def test_a_range_of_another_numbering_is_accepted():
     require_fit([pool("actor", 2, gpus=(4, 5))], [Node("a", "a", (4, 5, 6, 7), 8.0)], 1.0)
 
 
-JUDGES = ["algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]", "reward_model.model.path=x"]
-DISTIL, REWARD = ["+recipe=distill_and_reward"], ["+recipe=grpo", *JUDGES]
-ALL = [*DISTIL, *JUDGES]
+SCORED = ["algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]", "reward_model.model.path=x"]
+DISTIL, REWARD = ["+recipe=distill_and_reward"], ["+recipe=grpo", *SCORED]
+ALL = [*DISTIL, *SCORED]
 # By placement and recipe: GPUs of the machines, and the devices of actor, rollout, teacher, reference and reward model;
 # a to d are the machines.
 PLACED = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.rewards.accuracy import agreement as accuracy
-from gkd.rewards.math_equality import MathJudge
+from gkd.rewards.math_equality import MathComparer
 
 GSM8K = "She sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = 72.\n#### 72"
 MATH = "Adding, $x^2 = 9$, so the roots are $\\pm 3$ and the larger is $\\boxed{3}$."
@@ -365,22 +365,22 @@ def test_works_off_the_main_thread() -> None:
         assert thread.submit(accuracy, "$\\frac{1}{2}$", "0.5").result(60) == 1.0
 
 
-def test_an_expression_that_would_never_end_is_wrong_and_the_next_one_is_still_judged() -> None:
-    judge = MathJudge(seconds=0.5)
+def test_an_expression_that_would_never_end_is_wrong_and_the_next_one_is_still_compared() -> None:
+    comparer = MathComparer(seconds=0.5)
     try:
-        assert judge.are_equal("1/2", "0.5")
-        assert not judge.are_equal("$2^{2^{2^{2^{2^2}}}}$", "3")
-        assert judge.are_equal("1/2", "0.5")
+        assert comparer.are_equal("1/2", "0.5")
+        assert not comparer.are_equal("$2^{2^{2^{2^{2^2}}}}$", "3")
+        assert comparer.are_equal("1/2", "0.5")
     finally:
-        judge.close()
+        comparer.close()
 
 
 def test_closing_leaves_no_child() -> None:
-    judge = MathJudge()
-    judge.are_equal("1", "1")
-    child = judge._child
+    comparer = MathComparer()
+    comparer.are_equal("1", "1")
+    child = comparer._child
     assert isinstance(child, subprocess.Popen)
-    judge.close()
+    comparer.close()
     assert child.poll() is not None
 
 

@@ -83,7 +83,7 @@ def test_async_rewards_of_many_samples_are_waited_for_together(tmp_path: Path) -
     assert "++" in begun_and_ended.read_text()
 
 
-def test_a_group_is_judged_at_once_async_or_not_and_has_the_time_of_all_its_samples() -> None:
+def test_a_group_is_rated_at_once_async_or_not_and_has_the_time_of_all_its_samples() -> None:
     names = [f"{MODULE}:{name}" for name in ("words", "ranked", "ranked_later", "half_a_second_each")]
     pool = RewardPool(Reward(functions=names, timeout_s=1.0, workers=2))
     try:
@@ -101,7 +101,7 @@ def test_a_group_is_judged_at_once_async_or_not_and_has_the_time_of_all_its_samp
         pool.close()
 
 
-def test_samples_that_are_judged_together_come_out_together(tmp_path: Path) -> None:
+def test_samples_that_are_rated_together_come_out_together(tmp_path: Path) -> None:
     """By their index, whichever was sampled first, each with its own reward; other groups do not wait for them."""
     word_tokenizer().save_pretrained(tmp_path)
     name = f"{MODULE}:sizes"
