@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gkd.config import Config
-from gkd.planning.advice.changes import LEVEL_NAMES, Change, actor_changes, overrides
+from gkd.planning.advice.changes import LEVEL_NAMES, actor_overrides
 from gkd.planning.layout import with_settings
 
 _SIGNS = re.compile(
@@ -43,14 +43,9 @@ def out_of_memory_text(config: Config, world: int, longest: int | None, budget: 
     ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
     a micro-batch.
     """
-    more_gpus = Change("trainer.n_gpus_per_node", 2, (2 * world,))
     now = with_settings(config, {"actor.max_tokens_per_micro_batch": budget})
-    changes = [change for change in actor_changes(now, longest or budget, more_gpus) if change.values]
-    levels = [
-        f"({level}) {name}: {overrides({change.setting: change.values[0] for change in at_level})}"
-        for level, name in LEVEL_NAMES.items()
-        if (at_level := [change for change in changes if change.level == level])
-    ]
+    changes = actor_overrides(now, longest or budget, world)
+    levels = [f"({level}) {LEVEL_NAMES[level]}: {settings}" for level, settings in changes.items()]
     at_most = "in the optimizer's step" if longest is None else f"even with one sequence of {longest} tokens"
     helps = "what would help, from the cheapest"
     return f"the update does not fit into memory, {at_most}; {helps}: {'; '.join(levels)} ({reason})"

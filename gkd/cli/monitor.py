@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gkd.cluster.gpu import Gpu
     from gkd.observability.run_files import RunFiles
 
-GB = 1e9
 LIVE_EVERY_S = 2.0
 FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
@@ -105,29 +104,40 @@ def _gpus(present: Sequence[Gpu], run: RunFiles | None) -> Table:
     for gpu in present:
         groups = [] if run is None else run.groups_on(gpu.uuid)
         reported = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
-        row = [str(gpu.index), gpu.name, gpu.capability, f"{gpu.total / GB:.1f}", f"{gpu.free / GB:.1f}"]
+        row = [str(gpu.index), gpu.name, gpu.capability, f"{_gb(gpu.total):.1f}", f"{_gb(gpu.free):.1f}"]
         row.append(", ".join(groups))
         for figure in FIGURES:
             cells = [value for report in reported if (value := report[figure]) is not None]
             row.append(f"{sum(cells):.1f}" if cells and figure.endswith("_gb") else f"{sum(cells):g}" if cells else "")
-        table.add_row(*row, advice(gpu, groups, last, "auto" if run is None else run.transfer))
+        table.add_row(*row, advice(gpu, groups, last, run))
     return table
 
 
-def advice(gpu: Gpu, groups: Sequence[str], last: Mapping[str, float], transfer: str = "auto") -> str:
-    """Name what to change on a GPU that is short of memory; empty where it is not. ``transfer``: the weights' way."""
-    from gkd.config import TRANSFERS
-
+def advice(gpu: Gpu, groups: Sequence[str], last: Mapping[str, float], run: RunFiles | None) -> str:
+    """Name what to change on a GPU that is short of memory; empty where it is not."""
     if any(last.get(f"memory/{group}/ooms", 0) for group in groups) and "actor" in groups:
-        return "memory ran out: lower actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true"
+        return f"memory ran out{_actor_advice(run)}"
     if any(last.get(f"memory/{group}/alloc_retries", 0) for group in groups):
-        if transfer != "auto" and not TRANSFERS.load(transfer).expandable_segments:
-            return "the allocator had to start over: lower actor.max_tokens_per_micro_batch"
-        return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        config = None if run is None else run.read_config()
+        if config is None or config.weights.transfer_class.expandable_segments:
+            return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        return f"the allocator had to start over{_actor_advice(run)}"
     if gpu.free < (1 - FULL) * gpu.total:
         engines = [group for group in groups if group in ("rollout", "teacher", "reference")]
         return f"nearly full: lower {engines[0]}.gpu_memory_utilization" if engines else "nearly full"
     return ""
+
+
+def _actor_advice(run: RunFiles | None) -> str:
+    """Return the cheapest changes that a plan tries for the actor's memory; empty where the settings are not known."""
+    from gkd.planning.advice.changes import actor_overrides
+
+    config = None if run is None else run.read_config()
+    if config is None:
+        return ""
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    cheapest = next(iter(actor_overrides(config, longest, config.trainer.n_workers).values()), "")
+    return f": {cheapest}" if cheapest else ""
 
 
 def _processes(run: RunFiles) -> Table:
@@ -174,7 +184,7 @@ def resident_gb(pid: int) -> float | None:
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
-        return float(sum(member.memory_info().rss for member in family) / GB)
+        return _gb(sum(member.memory_info().rss for member in family))
     except psutil.NoSuchProcess:
         return None
 
@@ -183,4 +193,10 @@ def host_free_gb() -> float:
     """Return memory of this machine that programs can still have."""
     import psutil
 
-    return float(psutil.virtual_memory().available / GB)
+    return _gb(psutil.virtual_memory().available)
+
+
+def _gb(n_bytes: float) -> float:
+    from gkd.config.device import GB
+
+    return n_bytes / GB

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from gkd.cluster.health.queues import EngineQueue, Queues
+from gkd.config import Config, load
 from gkd.config.loading import read_yaml
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, whole_lines
 from gkd.durable import hold
@@ -33,9 +34,15 @@ class RunFiles:
         tree = read_yaml(path / CONFIG)
         try:
             self.total_steps = int(tree["trainer"]["total_steps"])
-            self.transfer = str(tree.get("weights", {}).get("transfer", "auto"))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConfigError(f"{path / 'config.yaml'} is no run's: it lacks trainer.total_steps") from None
+
+    def read_config(self) -> Config | None:
+        """Return the run's settings; None where they are not ones of this version, or their own classes not here."""
+        try:
+            return load(read_yaml(self.path / CONFIG))
+        except ConfigError:
+            return None
 
     @property
     def is_finished(self) -> bool:

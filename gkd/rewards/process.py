@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from gkd.config import Reward
+from gkd.errors import describe_error
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion, RewardCallable
 
@@ -150,7 +151,7 @@ def _serve(connection: Connection, settings: dict[str, object]) -> None:
         of_groups = reward.group_functions()
         functions |= {name: resolve(name, reward) for name in reward.functions_scored_by(None)}
     except BaseException as error:
-        connection.send_bytes(json.dumps(_describe(error)).encode())
+        connection.send_bytes(json.dumps(describe_error(error)).encode())
         return
     connection.send_bytes(b'""')
     with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
@@ -172,7 +173,7 @@ def _evaluate(function: RewardCallable, group: CompletionGroup, whole: bool) -> 
     try:
         return _time_rewards(function(group if whole else group[0]), len(group), whole, started)
     except BaseException as error:  # a user's function may raise anything, SystemExit included
-        return [_describe(error)] * len(group)
+        return [describe_error(error)] * len(group)
 
 
 async def _gather_answers(
@@ -187,7 +188,7 @@ async def _gather_answers(
                 result = await function(group if whole else group[0])  # type: ignore[misc]
             return _time_rewards(result, len(group), whole, started)
         except BaseException as error:
-            return [_describe_delay(timeout_s) if limit.expired() else _describe(error)] * len(group)
+            return [_describe_delay(timeout_s) if limit.expired() else describe_error(error)] * len(group)
 
     return await asyncio.gather(*map(ask, groups))
 
@@ -207,16 +208,12 @@ def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Time
                 raise ValueError("the reward is None")
             rewards.append((require_finite(float(value)), seconds))
         except (TypeError, ValueError) as error:
-            rewards.append(_describe(error))
+            rewards.append(describe_error(error))
     return rewards
 
 
 def _describe_delay(timeout_s: float) -> str:
     return f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)"
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def require_finite(value: float) -> float:

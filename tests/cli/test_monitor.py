@@ -58,15 +58,32 @@ def test_groups_and_their_processes(run: RunFiles) -> None:
         (30.0, {}, ""),
         (2.0, {}, "lower rollout.gpu_memory_utilization"),
         (30.0, {"memory/actor/alloc_retries": 3}, "expandable_segments"),
-        (30.0, {"memory/actor/ooms": 1}, "actor.max_tokens_per_micro_batch"),
+        (30.0, {"memory/actor/ooms": 1}, "actor.max_tokens_per_micro_batch="),
     ],
 )
-def test_advice(free: float, last: dict[str, float], expected: str) -> None:
+def test_advice(run: RunFiles, free: float, last: dict[str, float], expected: str) -> None:
     card = Gpu(0, "GPU-1", "a card", "9.0", 80_000_000_000, round(free * 1e9))
-    text = advice(card, ["actor", "rollout"], last)
+    text = advice(card, ["actor", "rollout"], last, run)
     assert expected in text
     assert bool(expected) == bool(text)
-    assert "expandable_segments" not in advice(card, ["actor", "rollout"], last, transfer="ipc")  # refused there
+    (run.path / "config.yaml").write_text("trainer: {total_steps: 10}\nweights: {transfer: ipc}\n")
+    assert "expandable_segments" not in advice(card, ["actor", "rollout"], last, run)  # refused there
+
+
+def test_what_the_monitor_advises_for_the_actor_is_what_a_plan_tries(run: RunFiles) -> None:
+    """The mildest values, of what costs time alone, and of settings that are not so already."""
+    actor = "actor: {max_tokens_per_micro_batch: 8192, loss_chunk: 64, gradient_checkpointing: true}\n"
+    (run.path / "config.yaml").write_text(f"trainer: {{total_steps: 10}}\n{actor}")
+    text = advice(CARD, ["actor"], {"memory/actor/ooms": 1}, run)
+    assert text.partition(": ")[2] == "actor.max_tokens_per_micro_batch=4096 actor.loss_chunk=32"
+
+
+def test_a_run_whose_settings_this_version_has_not_is_shown_without_advice(run: RunFiles) -> None:
+    (run.path / "config.yaml").write_text("trainer: {total_steps: 10, no_such_setting: 1}\n")
+    assert run.read_config() is None
+    for figure in ("ooms", "alloc_retries"):
+        text = advice(CARD, ["actor"], {f"memory/actor/{figure}": 1}, run)
+        assert text and "actor." not in text
 
 
 def test_where_there_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GIB = 1 << 30
+GIB = 1 << 30  # not gkd.config's, which imports pydantic: the doctor reports where that is missing
 
 Level = Literal["ok", "warning", "failed"]
 
