@@ -119,7 +119,12 @@ def _kinds(annotation: Any) -> list[str]:
 
 def _bounds(metadata: Iterable[Any]) -> str:
     bounds = [(sign, getattr(item, key)) for item in metadata for key, sign in _BOUNDS.items() if hasattr(item, key)]
-    return " and".join(f" {sign} {bound:g}" for sign, bound in bounds)
+    return " and".join(f" {sign} {_format_bound(bound)}" for sign, bound in bounds)
+
+
+def _format_bound(bound: float) -> str:
+    """Write a bound so that it can be pasted: a whole number with all its digits, such as 1048576, others in short."""
+    return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
 def _format_yaml(value: Any) -> str:

@@ -40,6 +40,7 @@ def test_every_setting_is_described_with_kind_and_default() -> None:
     assert all(setting.kind and setting.default and setting.meaning for setting in by_name.values())
     assert (by_name["actor.lr"].kind, by_name["actor.lr"].default) == ("number > 0 or null", "null")
     assert by_name["trainer.total_steps"].kind == "whole number >= 1"
+    assert by_name["trainer.batch_size"].kind == "whole number >= 1 and <= 1048576"
     assert by_name["rollout.temperature"].kind == "number >= 0.001 and <= 1000"
     assert by_name["actor.lr_decay"].kind == "constant or linear or cosine"
     assert by_name["cluster.offload"].kind == "auto or true or false"
