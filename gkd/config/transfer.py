@@ -28,15 +28,13 @@ def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], r
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
     GPUs. Raises ConfigError for a transfer that cannot work there.
     """
-    transfer = weights.transfer
-    names = TRANSFERS.names()
-    if transfer == "auto":  # nothing else is looked at, such as packages that others need
+    transfer, names = weights.transfer, TRANSFERS.names()
+    if weights.transfer_is_auto:  # nothing else is looked at, such as packages that others need
         names = [name for name in names if TRANSFERS.load(name).automatic]
-    obstacles = {
-        name: _find_obstacle(name, weights, engine, actor, rollout) for name in dict.fromkeys((*names, transfer))
-    }
+    tried = names if weights.transfer_is_auto else [*names, transfer]
+    obstacles = {name: _find_obstacle(name, weights, engine, actor, rollout) for name in dict.fromkeys(tried)}
     possible = [name for name in names if obstacles[name] is None]
-    if transfer == "auto":
+    if weights.transfer_is_auto:
         return possible[0]
     if (reason := obstacles[transfer]) is not None:
         others = " or ".join(f"weights.transfer={name}" for name in possible)
@@ -47,8 +45,6 @@ def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], r
 def _find_obstacle(
     name: str, weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]
 ) -> str | None:
-    if name == "auto":
-        return None
     transfer = TRANSFERS.load(name)
     if weights.adapter_only and transfer.gpu_to_gpu:
         return "an adapter alone goes through the host (weights.adapter_only)"

@@ -59,7 +59,8 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             yield name, f"{name} {metrics[name]:.3g} is outside watch.{setting}=[{low:g}, {high:g}]: {advice}"
     apart = metrics.get("mismatch/kl", 0.0)
     if apart > watch.mismatch_kl:
-        off = config.algorithm.weighs_samples and config.algorithm.importance_sampling.level in ("auto", None)
+        weights = config.algorithm.importance_sampling
+        off = config.algorithm.weighs_samples and (weights.level_is_auto or weights.level is None)
         corrected = "algorithm.importance_sampling.level=token corrects for it, unless auto does; " if off else ""
         yield (
             "mismatch/kl",

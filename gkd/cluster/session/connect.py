@@ -181,7 +181,7 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
     real = gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids)
     n_gpus, simulated, hint = len(real), False, ""
     # GPUs that the installed packages cannot compute on are as good as none.
-    for_layout = cluster.simulate_gpus == "auto" and (not real or installed_device() == "cpu")
+    for_layout = cluster.simulate_gpus_is_auto and (not real or installed_device() == "cpu")
     if isinstance(cluster.simulate_gpus, int):
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")

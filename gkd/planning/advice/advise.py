@@ -300,7 +300,7 @@ def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
     What is offloaded while engines sample cannot learn meanwhile: where memory decided so nothing is sampled ahead.
     """
     settings: dict[str, Any] = {"cluster.offload": offload}
-    if offload and config.cluster.offload == "auto":
+    if offload and config.cluster.offload_is_auto:
         settings |= {"schedule.max_staleness": 0, "schedule.in_flight": False}
     return settings
 

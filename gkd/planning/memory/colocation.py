@@ -53,8 +53,8 @@ def _needs_offload(layout: Layout, groups: list[GroupMemory]) -> bool:
     engines = config.groups_on_actor_gpus()
     if not engines or config.actor.lora.quantize is not None:
         return False
-    if config.cluster.offload != "auto":
-        return config.cluster.offload
+    if not config.cluster.offload_is_auto:
+        return bool(config.cluster.offload)
     side_by_side = [replace(group, available=_available_bytes(layout, group, groups, False)) for group in groups]
     return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
 

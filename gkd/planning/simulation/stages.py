@@ -285,7 +285,7 @@ def sync_s(layout: Layout, world: int) -> float:
 def transfer_of(layout: Layout) -> str:
     """Return the weight transfer of a run: ``weights.transfer``, or what ``auto`` chooses for workers so placed."""
     config, is_cpu = layout.config, layout.hardware.is_cpu
-    if config.weights.transfer != "auto":
+    if not config.weights.transfer_is_auto:
         return config.weights.transfer
     colocated = is_cpu or "rollout" in config.groups_on_actor_gpus()
     device = "cpu" if is_cpu else "cuda"
