@@ -122,9 +122,9 @@ class RecordedActivity(Activity):
         super().__init__()
         self.changes: list[str | None] = []
 
-    def switch(self, name: str | None, version: int | None = None) -> str | None:
+    def switch(self, name: str | None, version: int | None = None) -> tuple[str | None, int | None]:
         before = super().switch(name, version)
-        if name != before:
+        if name != before[0]:
             self.changes.append(name)
         return before
 
