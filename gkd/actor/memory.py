@@ -37,14 +37,14 @@ def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence
     return max(1, min(budget, sum(lengths[i] for i in largest)) // 2)
 
 
-def out_of_memory_text(config: Config, world: int, longest: int | None, budget: int, reason: str) -> str:
+def out_of_memory_text(config: Config, longest: int | None, budget: int, reason: str) -> str:
     """Return one line for an update that does not fit: what a plan would change, level by level.
 
     ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
     a micro-batch.
     """
     now = with_settings(config, {"actor.max_tokens_per_micro_batch": budget})
-    changes = actor_overrides(now, longest or budget, world)
+    changes = actor_overrides(now, longest or budget)
     levels = [f"({level}) {LEVEL_NAMES[level]}: {settings}" for level, settings in changes.items()]
     at_most = "in the optimizer's step" if longest is None else f"even with one sequence of {longest} tokens"
     helps = "what would help, from the cheapest"

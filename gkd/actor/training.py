@@ -187,9 +187,7 @@ class RankTrainer:
             self.optimizer.step()
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                raise RunFailed(
-                    out_of_memory_text(self.config, self.world, None, self.budget, one_line(error))
-                ) from None
+                raise RunFailed(out_of_memory_text(self.config, None, self.budget, one_line(error))) from None
             raise
         self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to the next on this GPU
         row = {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
@@ -262,7 +260,7 @@ class RankTrainer:
         lengths = [sample.n_tokens for sample in samples]
         smaller = smaller_budget(self.budget, lengths, pack(lengths, self.budget))
         longest = max(lengths, default=0)
-        raise OutOfMemory(out_of_memory_text(self.config, self.world, longest, self.budget, reason), smaller)
+        raise OutOfMemory(out_of_memory_text(self.config, longest, self.budget, reason), smaller)
 
     def _accumulate(
         self,

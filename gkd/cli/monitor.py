@@ -121,7 +121,7 @@ def advice(gpu: Gpu, groups: Sequence[str], last: Mapping[str, float], run: RunF
         config = None if run is None else run.read_config()
         if config is None or config.weights.transfer_class.expandable_segments:
             return "the allocator had to start over: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        return f"the allocator had to start over{_actor_advice(run)}"
+        return f"the allocator had to start over{_actor_advice(run) if 'actor' in groups else ''}"
     if gpu.free < (1 - FULL) * gpu.total:
         engines = [group for group in groups if group in ("rollout", "teacher", "reference")]
         return f"nearly full: lower {engines[0]}.gpu_memory_utilization" if engines else "nearly full"
@@ -136,7 +136,7 @@ def _actor_advice(run: RunFiles | None) -> str:
     if config is None:
         return ""
     longest = config.data.max_prompt_length + config.rollout.max_response_length
-    cheapest = next(iter(actor_overrides(config, longest, config.trainer.n_workers).values()), "")
+    cheapest = next(iter(actor_overrides(config, longest).values()), "")
     return f": {cheapest}" if cheapest else ""
 
 

@@ -255,7 +255,7 @@ def require_schedule(config: Config) -> None:
         raise ValueError(
             f"schedule.max_staleness={schedule.max_staleness}: the actor is offloaded while engines on its GPUs "
             "sample, so they cannot work at the same time (cluster.offload); schedule.max_staleness=0, or GPUs of "
-            "their own (rollout.colocate_with=null)"
+            f"their own ({config.own_gpus()})"
         )
     if schedule.in_flight and not schedule.max_staleness:
         raise ValueError(

@@ -131,6 +131,10 @@ class Config(Settings):
         shared = self.may_share()
         return [group for group in self.groups() if frozenset(("actor", group)) in shared]
 
+    def own_gpus(self) -> str:
+        """Return the overrides with which no group works on the actor's GPUs."""
+        return " ".join(f"{group}.colocate_with=null" for group in self.groups_on_actor_gpus())
+
     def algorithm_on(self, device: Device) -> Algorithm:
         """Return ``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""
         algorithm, lora = self.algorithm, self.actor.lora

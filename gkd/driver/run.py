@@ -109,7 +109,9 @@ def _drive(
             samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
-            timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first)
+            external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
+            scorer = "teacher" if external else "rewards"
+            timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first, scorer)
             stop = EarlyStop(config.trainer.stop_early, files[0])
             run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best, stop)
             try:
@@ -280,9 +282,9 @@ def _with_offload(config: Config, placement: Placement) -> Config:
     if config.schedule.max_staleness != requested:
         log.warning(
             "schedule.max_staleness=%d is 0 here: the GPUs that actor and engines share do not hold both, so nothing "
-            "is sampled while the actor learns; GPUs of their own (rollout.colocate_with=null), or less memory "
-            "(gkd plan), would change that",
+            "is sampled while the actor learns; GPUs of their own (%s), or less memory (gkd plan), would change that",
             requested,
+            config.own_gpus(),
         )
     try:
         require_schedule(config)
@@ -316,8 +318,9 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
         return offload, unplanned
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
-    sampler = planned_sampler(config, models, sizes or None)
-    return offload or requires_offload(config, models, sizes or None), sampler
+    offload = offload or requires_offload(config, models, sizes or None)
+    decided = with_settings(config, settings_with_offload(config, offload))
+    return offload, planned_sampler(decided, models, sizes or None)
 
 
 def _next_command(config: Config, output: Path) -> str:

@@ -180,14 +180,18 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
 
     @classmethod
     def memory(cls, load: EngineLoad) -> dict[str, float]:
-        """Return the bytes by item that an engine takes at its worst moment, of one without ``managed_memory``."""
-        passed = load.n_sequences * load.longest * load.pass_bytes
+        """Return the bytes by item that an engine takes at its worst moment, of one without ``managed_memory``.
+
+        By default those of the weights and of one forward pass, of ``pass_tokens`` unless one sequence has more.
+        """
+        n_tokens = max(load.longest, min(cls.pass_tokens[load.device], load.n_sequences * load.longest))
+        passed = n_tokens * load.pass_bytes
         return {"weights": float(load.dtype_bytes * load.n_parameters), "activations": float(passed)}
 
     @classmethod
     def quantized_bits(cls, method: str) -> int | None:
-        """Return the bits of a weight that ``quantization`` leaves; None where the class does not know."""
-        return None
+        """Return the bits of a weight that ``quantization`` leaves, by its name, such as fp8; None: it has none."""
+        return next((bits for bits in (4, 8) if str(bits) in method), None)
 
     @classmethod
     def top_k_bytes(cls, tokens: int, k: int) -> int:

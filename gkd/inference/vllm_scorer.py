@@ -108,11 +108,6 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
         return batched_tokens(vocabulary, settings, device)
 
     @classmethod
-    def quantized_bits(cls, method: str) -> int | None:
-        """Return the bits in a method's name, such as fp8 or awq_int4; None where there are none."""
-        return next((bits for bits in (4, 8) if str(bits) in method), None)
-
-    @classmethod
     def top_k_bytes(cls, tokens: int, k: int) -> int:
         """Return what the top ``k`` of a step take: of no more tokens than :func:`batched_tokens` allows."""
         a_token = 2 * ENTRY_BYTES * (k + 1)

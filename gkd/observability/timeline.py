@@ -80,10 +80,11 @@ class Timeline:
     """Collects the steps of a run, and writes the newest ``n_steps`` of them to ``path``.
 
     A run that goes on after ``step`` keeps what the file has of steps up to it. With ``n_steps`` 0 nothing is written.
+    ``elsewhere``: who scores where no worker of the run does, such as an external teacher.
     """
 
-    def __init__(self, path: Path, n_steps: int, step: int = 0) -> None:
-        self._path, self._n_steps = path, n_steps
+    def __init__(self, path: Path, n_steps: int, step: int = 0, elsewhere: str = "rewards") -> None:
+        self._path, self._n_steps, self._elsewhere = path, n_steps, elsewhere
         self._steps: deque[list[dict[str, Any]]] = deque(maxlen=max(1, n_steps))
         self._lanes: dict[str, int] = {}
         self._idle: dict[str, list[float]] = defaultdict(list)  # seconds of a step, by group
@@ -111,7 +112,7 @@ class Timeline:
         events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in own]
         busy: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, float] = defaultdict(float)
-        pace = _slowest_scorer(spans, stages)
+        pace = _slowest_scorer(spans, stages) or self._elsewhere
         for lane, its in spans.items():
             group = lane.rpartition(" ")[0]
             events += [self._event(lane, s.name, s.start, s.end, stages.step_of(s, step), s.version) for s in new[lane]]
@@ -223,13 +224,13 @@ def _find_idle(spans: Iterable[ActivitySpan], stages: StepStages) -> Iterable[tu
 
 
 def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepStages) -> str:
-    """Return the group whose workers were busy last before the batch was scored; ``rewards`` without any."""
+    """Return the group whose workers were busy last before the batch was scored; empty without any."""
     last = {
         lane.rpartition(" ")[0]: max((s.end for s in its if s.start <= stages.scored), default=0.0)
         for lane, its in spans.items()
         if lane.rpartition(" ")[0] in SCORERS
     }
-    return max(last, key=lambda group: last[group], default="rewards")
+    return max(last, key=lambda group: last[group], default="")
 
 
 def _find_cause(stage: str, scorer: str) -> str:

@@ -69,7 +69,7 @@ class Connection:
             os.close(duplicate)
             raise
         # That may have happened already, and to cut off another part of this process is not what is meant.
-        is_tcp = self._socket.family in (socket.AF_INET, socket.AF_INET6)
+        is_tcp = self._socket.family in (socket.AF_INET, socket.AF_INET6) and self._socket.type == socket.SOCK_STREAM
         if not is_tcp or self._socket.getsockname()[1] != port:
             self._socket.close()
             raise OSError(f"descriptor {fd} is no connection to port {port} any more")

@@ -283,6 +283,10 @@ class Dispatcher:
             limit *= self._retry_policy.max_attempts
             stale = [c for c in self._waiting if now - max(self._progress, c.submitted) > limit]
             why = f"nothing has been answered for {now - self._progress:.1f} s"
+        if stale:
+            ended = set(map(id, stale))
+            self._waiting = [pending for pending in self._waiting if id(pending) not in ended]
+            heapq.heapify(self._waiting)
         for pending in stale:
             self._fail(pending, why)
 

@@ -159,8 +159,10 @@ def test_what_is_recorded_of_a_call_has_the_version_of_its_weights(monkeypatch: 
 
 def test_scores_are_waited_for_by_the_name_of_who_is_last(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
-    for scorers, cause in (([], "rewards"), (["reward_model"], "reward_model")):
-        timeline = Timeline(file, 10)
+    for scorers, elsewhere, cause in (
+        ([], "rewards", "rewards"), (["reward_model"], "rewards", "reward_model"), ([], "reference", "reference"),
+    ):  # fmt: skip
+        timeline = Timeline(file, 10, elsewhere=elsewhere)
         scored = [reported(name, 0, ("score", 103.0, 105.0)) for name in scorers]
         timeline.add(7, STAGES, [*step_of_four()[:3], *scored])
         timeline.write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from gkd.config import Config
 from gkd.inference.requests import ScoreRequest, ScorerRejected
 from gkd.rollout.pipeline import ScoringPipeline
+from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring, VersionSpan
 from tests.data.models import word_tokenizer
@@ -78,6 +80,23 @@ def test_teacher_and_reference_score_what_the_student_wrote(
     assert training.kl_reference == pytest.approx(-reference.sum(), rel=1e-6)  # log-probabilities are 0 where sampled
     assert (training.key, training.prompt_id, training.index, training.worker) == (9, 7, 1, 2)
     assert (training.n_tokens, training.n_sampled, training.version) == (16, 8, 4)
+
+
+def test_scorers_are_asked_in_the_order_of_training(
+    pipeline: ScoringPipeline, delivered: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[tuple[float, int]] = []
+    submit = ScoringClient.submit
+
+    def record(client: ScoringClient, request: Any, order: tuple[float, int]) -> Any:
+        orders.append(order)
+        return submit(client, request, order)
+
+    monkeypatch.setattr(ScoringClient, "submit", record)
+    wanted = sample(Scoring(top_k=4, reference=True), teacher_ids=[20, 21, 22])
+    pipeline.submit(replace(wanted, request=replace(wanted.request, order=3.5)))
+    delivered.get(timeout=30)
+    assert orders == [(3.5, 9)] * 2
 
 
 def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline, delivered: queue.Queue[Any]) -> None:

@@ -75,12 +75,13 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
     ]
 
 
-def actor_overrides(config: Config, longest: int, world: int) -> dict[int, str]:
-    """Return what saves memory of an actor of ``world`` ranks, as overrides to paste: the mildest, level by level.
+def actor_overrides(config: Config, longest: int) -> dict[int, str]:
+    """Return what saves memory of the actor, as overrides to paste: the mildest, level by level.
 
     ``longest`` as in :func:`actor_changes`, which needs no layout.
     """
-    changes = actor_changes(config, longest, Change("trainer.n_gpus_per_node", 2, (2 * world,)))
+    more_gpus = Change("trainer.n_gpus_per_node", 2, (2 * config.trainer.n_gpus_per_node,))
+    changes = actor_changes(config, longest, more_gpus)
     by_level = {
         level: {change.setting: change.values[0] for change in changes if change.level == level and change.values}
         for level in LEVEL_NAMES

@@ -11,10 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.config.device import GB
-from gkd.planning.advice.advise import Advice, advise, advise_all, advise_by_memory, explain_no_advice
+from gkd.planning.advice.advise import (
+    Advice,
+    advise,
+    advise_all,
+    advise_by_memory,
+    explain_no_advice,
+    settings_with_offload,
+)
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
-from gkd.planning.layout import Layout
+from gkd.planning.layout import Layout, with_settings
 from gkd.planning.memory.colocation import all_memory, needs_offload
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
@@ -111,6 +118,10 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
 
     ``best``: GPUs to split, None for no splits; ``by_memory``: whether to try GPUs of several sizes.
     """
+    if needs_offload(layout) and layout.config.schedule.max_staleness:
+        settings = settings_with_offload(layout.config, True)
+        ahead_settings = {name: value for name, value in settings.items() if name.startswith("schedule.")}
+        layout = replace(layout, config=with_settings(layout.config, ahead_settings))
     memory = all_memory(layout)
     advice = {group.group: advise(layout, group.group) for group in memory}
     scale = factors or Factors()

@@ -123,5 +123,6 @@ def test_where_they_take_turns_nothing_is_sampled_ahead() -> None:
         require_schedule(decided)
         assert (decided.cluster.offload, decided.schedule.max_staleness) == (offload, max_staleness)
         assert decided.schedule.in_flight is not offload
+    assert config.own_gpus() == "rollout.colocate_with=null teacher.colocate_with=null"
     with pytest.raises(ConfigError, match=r"schedule\.max_staleness=2"):  # where both are requested
         compose([DISTIL, "placement=single_gpu", *schedule, "cluster.offload=true"])

@@ -23,6 +23,19 @@ def test_a_scorers_class_is_asked_what_its_steps_cost(monkeypatch: pytest.Monkey
     assert pool_memory(s, "teacher", s.config.teacher).items["activations"] > activations
 
 
+def test_an_engine_of_ones_own_is_counted_with_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 16,384 tokens of the larger of attention and feed-forward part, in bfloat16, and the weights."""
+    long = ("rollout.max_response_length=8192", "plan.gpu_type=h100-80gb")
+    s = layout_of("+recipe=grpo", "model.size=7b", *long, "rollout.engine=tests.own.random_tokens:RandomTokens")
+    items, shape = pool_memory(s, "rollout", s.config.rollout).items, s.models.student
+    a_token = 2 * max(4 * shape.hidden + 3 * shape.widest_mlp, 10 * shape.hidden)
+    assert items["activations"] == 16_384 * a_token
+    assert items["weights"] == 2 * shape.n_parameters
+    monkeypatch.setattr(engine_class(s.config.rollout, shape), "pass_tokens", {"cuda": 1024})
+    longest = s.workload().longest  # a sequence is never divided
+    assert pool_memory(s, "rollout", s.config.rollout).items["activations"] == longest * a_token
+
+
 def test_a_token_of_qwen_takes_28_kilobytes_of_cache() -> None:
     """28 layers x 2 key-value heads x 128 x 2 of keys and values x 2 bytes; by four GPUs a head is repeated."""
     shape = layout_of(*DISTIL).models.student
