@@ -40,8 +40,8 @@ class Ranks:
     def __init__(self, world: int) -> None:
         kind = ray.remote(num_cpus=0)(ActorWorker)
         self.workers = [kind.remote(config(), "", rank, world, "cpu") for rank in range(world)]
-        host, port = ray.get(self.workers[0].open_store.remote(), timeout=60)
-        ray.get([w.join.remote(host, port) for w in self.workers], timeout=60)
+        host, port = ray.get(self.workers[0].open_store.remote(), timeout=300)
+        ray.get([w.join.remote(host, port) for w in self.workers], timeout=300)
 
     def become(self, path: str, settings: Config) -> Ranks:
         """Begin with the model in ``path``, whatever was trained before."""
@@ -50,7 +50,7 @@ class Ranks:
             worker.config, worker.model_path = settings, path
             worker.load()
 
-        ray.get([w.__ray_call__.remote(begin) for w in self.workers], timeout=120)
+        ray.get([w.__ray_call__.remote(begin) for w in self.workers], timeout=300)
         return self
 
     def run(self, method: str, samples: list[TrainingSample], *last: object) -> dict[str, float]:
@@ -62,7 +62,7 @@ class Ranks:
         for worker, part in zip(self.workers, shares, strict=True):
             args = last if method == "compute_logprobs" else ([weights[i] for i in part], sum(lengths), *last)
             calls.append(call(worker, f"trainer.{method}", [samples[i] for i in part], *args))
-        metrics = ray.get(calls, timeout=120)
+        metrics = ray.get(calls, timeout=300)
         assert all(f == metrics[0] for f in metrics)  # every rank knows the metrics of the whole batch
         return metrics[0]
 
@@ -72,7 +72,7 @@ class Ranks:
                 w.__ray_call__.remote(lambda worker, packs: worker.weights.publisher.pack(1, number, packs), rank == 0)
                 for rank, w in enumerate(self.workers)
             ]
-            buckets: list[Bucket] = ray.get(calls, timeout=60)
+            buckets: list[Bucket] = ray.get(calls, timeout=300)
             return buckets
 
         return received(pack)
