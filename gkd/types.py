@@ -104,7 +104,8 @@ class SampleRequest:
     """One sample wanted: the ``index``-th of its prompt. Equal seeds give equal samples for equal weights.
 
     ``from_dataset``: the data's answer is the sample, and nothing is drawn. ``key`` names the request among those of
-    its run, and those of a lower ``order`` are waited for first; :class:`gkd.rollout.group.RolloutGroup` sets both.
+    its run, those of a lower ``order`` are waited for first, and it is sampled from weights of ``version`` or newer;
+    :class:`gkd.rollout.group.RolloutGroup` sets all three.
     """
 
     prompt: Prompt
@@ -115,6 +116,7 @@ class SampleRequest:
     from_dataset: bool = False
     key: int = 0
     order: float = 0
+    version: int = 0
 
 
 class VersionSpan(NamedTuple):

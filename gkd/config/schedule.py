@@ -28,7 +28,7 @@ class Schedule(Settings):
     in_flight: bool = Field(
         False,
         description="new weights are loaded while responses are being sampled, whose further tokens are theirs; false: "
-        "between two batches, with all engines drained, so that equal seeds give equal runs (verl: "
+        "into each engine between two batches, so that equal seeds give equal runs (verl: "
         "async_training.partial_rollout)",
     )
     recompute_cache: bool = Field(

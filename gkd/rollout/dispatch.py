@@ -12,7 +12,8 @@ from gkd.types import SampleRequest
 class RequestDispatcher:
     """Keeps what waits and what each of ``engines`` is at work on.
 
-    Each samples at most ``capacity`` requests at a time; what it has generated, and is being scored, takes no place.
+    Each samples at most ``capacity`` requests at a time; what it has generated, and is being scored, takes no place. It
+    is given none that is to be sampled from newer weights than it has (:attr:`versions`).
     Requests go out in the order of their ``order``, then of their keys. All samples of a prompt go to one engine, which
     computes the prompt once for all of them, unless that engine has ``spill`` requests more than the emptiest one.
     ``spill`` None: they are scored together and never part, and the last of them may be more than ``capacity``.
@@ -24,8 +25,11 @@ class RequestDispatcher:
         self.capacity, self.spill, self.apart = capacity, spill, apart
         self._sampled: Counter[float] = Counter()  # requests that engines have and have not generated, by order
         self.at_work: dict[int, dict[int, SampleRequest]] = {engine: {} for engine in engines}
+        self.versions: dict[int, int] = dict.fromkeys(self.at_work, 0)
+        """Of the weights that each engine has."""
         self._generated: dict[int, set[int]] = {engine: set() for engine in self.at_work}  # keys, while they are scored
         self._waiting: list[tuple[float, int, SampleRequest]] = []
+        self._waiting_by_version: Counter[int] = Counter()
         self._orders: dict[int, float] = {}  # of every unfinished request, by key
         self._homes: dict[int, int] = {}  # engine by prompt, while samples of it are unfinished
         self._unfinished: Counter[int] = Counter()  # samples by prompt
@@ -39,17 +43,16 @@ class RequestDispatcher:
         """Return how many requests no engine has yet."""
         return len(self._waiting)
 
-    @property
-    def n_unsampled(self) -> int:
-        """Return how many requests wait or are being sampled, as far as engines have announced what they generated."""
-        return len(self._waiting) + self._sampled.total()
-
     def add(self, requests: Sequence[SampleRequest], order: float) -> None:
         """Queue requests, whose keys are all different; those of a lower ``order`` go first."""
         for request in requests:
             self._orders[request.key] = order
             self._unfinished[request.prompt.id] += 1
-            heapq.heappush(self._waiting, (order, request.key, request))
+            self._queue(order, request)
+
+    def _queue(self, order: float, request: SampleRequest) -> None:
+        heapq.heappush(self._waiting, (order, request.key, request))
+        self._waiting_by_version[request.version] += 1
 
     def hand_out(self, without: Collection[int] = ()) -> dict[int, list[SampleRequest]]:
         """Fill the free places of the engines, those ``without`` excepted; return what each is to be given now."""
@@ -62,9 +65,14 @@ class RequestDispatcher:
             if load < loads[emptiest]:  # it was given something as the home of a prompt
                 heapq.heapreplace(by_load, (loads[emptiest], emptiest))
                 continue
-            if load >= self.capacity or (self.apart and self._sampled and self._waiting[0][0] not in self._sampled):
+            order, key, request = self._waiting[0]
+            if self.versions[emptiest] < request.version:  # it is to get weights first
+                heapq.heappop(by_load)
+                continue
+            if load >= self.capacity or (self.apart and self._sampled and order not in self._sampled):
                 break
-            order, key, request = heapq.heappop(self._waiting)
+            heapq.heappop(self._waiting)
+            self._waiting_by_version[request.version] -= 1
             self._sampled[order] += 1
             engine = self._engine_for(request, emptiest, loads, without)
             self.at_work[engine][key] = request
@@ -76,11 +84,18 @@ class RequestDispatcher:
         """Return how many requests an engine has that it has not generated."""
         return len(self.at_work[engine]) - len(self._generated[engine])
 
+    def is_drained(self, engine: int) -> bool:
+        """Return whether nothing is left that ``engine`` samples, or may be given, before it has newer weights."""
+        if engine not in self.at_work:
+            return True
+        version = self.versions[engine]
+        return not self.load(engine) and not any(n for its, n in self._waiting_by_version.items() if its <= version)
+
     def _engine_for(
         self, request: SampleRequest, emptiest: int, loads: Mapping[int, int], without: Collection[int]
     ) -> int:
         home = self._homes.get(request.prompt.id, emptiest)
-        if home not in loads:
+        if home not in loads or self.versions[home] < request.version:
             home = emptiest
         if self.spill is not None:
             full = min(self.capacity, loads[emptiest] + self.spill)
@@ -115,15 +130,17 @@ class RequestDispatcher:
             self._homes.pop(request.prompt.id, None)
         return True
 
-    def join(self, engine: int) -> None:
-        """Take an engine in, unless it is."""
+    def join(self, engine: int, version: int = 0) -> None:
+        """Take an engine in, unless it is, which has weights of ``version``."""
         self.at_work.setdefault(engine, {})
         self._generated.setdefault(engine, set())
+        self.versions[engine] = version
 
     def remove(self, engine: int) -> None:
         """Take an engine out, if it is in; what it was at work on waits again, in its old place."""
         for key in self.at_work.get(engine, ()):
             self.mark_generated(engine, key)  # as far as what may be sampled beside others is concerned
         self._generated.pop(engine, None)
+        self.versions.pop(engine, None)
         for key, request in self.at_work.pop(engine, {}).items():
-            heapq.heappush(self._waiting, (self._orders[key], key, request))
+            self._queue(self._orders[key], request)

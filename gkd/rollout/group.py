@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,8 @@ class RolloutGroup:
         """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None
         """What sends the actor's weights to these engines, up to :meth:`mark_updated`; None: nothing does."""
+        self.version = 0
+        """Of the weights, at least, that what is submitted from now on is sampled from."""
         self._next_key = 0
         spill = None if config.has_group_rewards else config.rollout.n
         self._dispatcher = RequestDispatcher(
@@ -93,7 +95,10 @@ class RolloutGroup:
             self.engines.heartbeat.begin()
         keys = list(range(self._next_key, self._next_key + len(requests)))
         self._next_key += len(requests)
-        keyed = [replace(request, key=key, order=order) for key, request in zip(keys, requests, strict=True)]
+        keyed = [
+            replace(request, key=key, order=order, version=self.version)
+            for key, request in zip(keys, requests, strict=True)
+        ]
         self._requests |= {request.key: (order, request) for request in keyed}
         self._dispatcher.add(keyed, order)
         self._hand_out()
@@ -142,17 +147,22 @@ class RolloutGroup:
         """Keep the engines at work for a second or so, ``wait_s`` at most, or until a call (reference) is done."""
         self._work(time.monotonic() + wait_s, calls)
 
-    def drain(self, timeout_s: float) -> None:
-        """Return once everything requested is sampled, so that new weights change none of it; scoring goes on.
+    def drain(self, timeout_s: float, together: bool = False) -> list[int]:
+        """Return engines whose weights are older than :attr:`version`, and that have sampled what these were for.
 
-        What waits where no engine works gets the weights that engines have when they are back. Raises RunFailed when
+        Waits until there is one; ``together``: until all are. Samples are scored meanwhile, and later. None where all
+        engines that are there have the weights; others get them when they are back. Raises RunFailed when
         ``timeout_s`` is over or no engine is left.
         """
         deadline = time.monotonic() + timeout_s
-        while self.working_engines and self._dispatcher.n_unsampled:
+        while behind := [e for e in self.present_engines if self._dispatcher.versions.get(e, -1) < self.version]:
+            drained = [engine for engine in behind if self._dispatcher.is_drained(engine)]
+            if drained and (len(drained) == len(behind) or not together):
+                return drained
             if time.monotonic() > deadline:
                 raise RunFailed(self._describe_delay("what was requested was not sampled", timeout_s))
             self._work(deadline)
+        return []
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
@@ -222,11 +232,11 @@ class RolloutGroup:
         if stale and self.refresh is not None:
             self.refresh(stale)
 
-    def mark_updated(self, engines: Iterable[int]) -> None:
-        """Note that these engines have the current weights, whole, and may sample."""
-        for engine in engines:
+    def mark_updated(self, versions: Mapping[int, int]) -> None:
+        """Note that these engines have weights of these ``versions``, the current ones, whole, and may sample."""
+        for engine, version in versions.items():
             self.engines.readmit(engine)
-            self._dispatcher.join(engine)
+            self._dispatcher.join(engine, version)
         self._hand_out()
 
     def fetch(self, samples: Sequence[TrainingSample]) -> list[ScoredSample]:

@@ -48,6 +48,9 @@ class Sampler:
             return
         if self._asleep:
             raise RunFailed(f"rollout rank {self._rank} was to sample while its memory was others'")
+        needed, version = max((request.version for request in requests), default=0), self.engine.version
+        if needed > version:
+            raise RunFailed(f"rollout rank {self._rank} was to sample from weights {needed}, and has {version}")
         self._output_queue.accept(requests)
         for request in requests:
             if request.from_dataset and request.prompt.answer_ids is not None:

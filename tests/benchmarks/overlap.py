@@ -5,14 +5,15 @@ takes lognormal times for its responses, a scorer and an actor that sleep. So th
 (:mod:`gkd.planning.simulation.events`) is given the same times, and the measured push.
 
     python tests/benchmarks/overlap.py [--steps 8] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
-        [--streaming no yes] [--in-flight] [--val-every 4]
+        [--streaming no yes] [--in-flight] [--engines 1] [--val-every 4]
 
 A step's longest stage is the longest, on average, of sampling a batch (by an engine that has nothing else: as measured
 at staleness 0 without streaming, in a run of its own where that is not among the rows), scoring it and learning
 from it. ``drain``: seconds a step that the actor waited for engines to finish before new weights; ``between``: what is
-left of a step without waiting, updating, draining and pushing. ``--val-every`` validates, on as many prompts as a step
-has; the last column, seconds of the whole run, beside that of a run without says what that costs. ``--timelines DIR``
-keeps each run's timeline.json there, for tests/benchmarks/draw_timeline.py.
+left of a step without waiting, updating, draining and pushing. Several ``--engines`` have the places of one between
+them; ``--together`` has all of them drained before weights come to any, as by a collective transfer. ``--val-every``
+validates, on as many prompts as a step has; the last column, seconds of the whole run, beside that of a run without
+says what that costs. ``--timelines DIR`` keeps each run's timeline.json there, for tests/benchmarks/draw_timeline.py.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.groups.weight_sync import WeightSync
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
 from gkd.driver.validation.held_out import Validation
@@ -60,6 +62,7 @@ from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, Sample, SampleRequest, TrainingSample, seed_of
+from gkd.weights.object_store import ObjectStore
 from tests.weights.reports import reports
 
 SAMPLES, SLOTS, SIGMA, CHUNKS = 64, 32, 0.5, 8
@@ -149,7 +152,8 @@ class Rollout(rollout_worker.RolloutWorker):
 
     def impose(self, times: Times) -> None:
         self.engine.second_a_token = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
-        self.scorer.second_a_token = times.score / (SAMPLES * (MEAN_TOKENS + 1))
+        n_engines = self.config.rollout.n_engines  # each has a scorer
+        self.scorer.second_a_token = n_engines * times.score / (SAMPLES * (MEAN_TOKENS + 1))
 
     def load(self, version: int) -> None:
         self.loop.call(lambda: self._load(version), "load")
@@ -195,9 +199,30 @@ class Actor:
         return self.apply(Totals(), 0)
 
 
-def group_of(name: str, target: str, *arguments: Any) -> Group:
-    group = Group(name, (RemoteWorker.options(num_cpus=0).remote(),), tuple(reports(name, f"GPU-{name}")))
-    gather([group.submit_build(target, [arguments])], 120)
+class Sync(WeightSync):
+    """Pushes nothing but the version."""
+
+    def __init__(self, actor: ActorGroup, rollout: RolloutGroup, config: Config) -> None:
+        self.actor, self.rollout, self.config = actor, rollout, config
+        self._transfer = config.weights.transfer_class
+
+    def push(self, engines: Sequence[int] | None = None) -> None:
+        loaded = self.rollout.call_engines(
+            "load", self.actor.version, timeout_s=60, activity="loading", engines=engines
+        )
+        self.rollout.mark_updated(dict.fromkeys(loaded, self.actor.version))
+
+
+class Collective(ObjectStore):
+    """Has all engines take weights at the same time."""
+
+    collective = True
+
+
+def group_of(name: str, target: str, arguments: Sequence[tuple[Any, ...]]) -> Group:
+    workers = tuple(RemoteWorker.options(num_cpus=0).remote() for _ in arguments)
+    group = Group(name, workers, tuple(reports(name, *(f"GPU-{name}-{i}" for i in range(len(workers))))))
+    gather([group.submit_build(target, arguments)], 120)
     return group
 
 
@@ -219,9 +244,7 @@ def run(
         report=lambda: worker_reports.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
         val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due_sets=lambda *_: [], sets=[]),
-        sync=SimpleNamespace(
-            push=lambda: rollout.call_engines("load", actor.version, timeout_s=60, activity="loading")
-        ),
+        sync=Sync(actor, rollout, config),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
     with tempfile.TemporaryDirectory() as path:
@@ -238,12 +261,13 @@ def simulated(config: Config, times: Times, sync_s: float) -> Step:
     """Return what the plan expects of a step, with the very lengths that the run has."""
 
     token_s = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
+    n, slots = config.rollout.n_engines, config.rollout.slots
     chunk = config.actor.max_tokens_per_micro_batch if config.schedule.streaming else None
     run = SimulatedRun(
         SAMPLES, 1, 1.0, MEAN_TOKENS + 1, partial(lengths_of, config),
-        SamplingGroup(1, SLOTS, SLOTS, lambda n: token_s),
-        {"teacher": ScoringGroup(1, times.score / SAMPLES)}, TrainingGroup(times.update, 0.0, sync_s, chunk),
-        config.schedule.max_staleness, config.schedule.in_flight,
+        SamplingGroup(n, slots, slots, lambda n: token_s),
+        {"teacher": ScoringGroup(n, n * times.score / SAMPLES)}, TrainingGroup(times.update, 0.0, sync_s, chunk),
+        config.schedule.max_staleness, config.schedule.in_flight, config.weights.transfer_class.collective,
     )  # fmt: skip
     first, last = measured(config)
     return simulate(run, last - first, first)
@@ -272,6 +296,8 @@ def main() -> None:
     parser.add_argument("--streaming", nargs="+", default=["no", "yes"], choices=["no", "yes"])
     parser.add_argument("--scale", type=float, default=1.0, help="of all imposed times; the longer, the less messages")
     parser.add_argument("--in-flight", action="store_true", help="weights load while samples are under way")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--together", action="store_true", help="all engines get weights at the same time")
     parser.add_argument("--val-every", type=int, default=10_000, help="at the end by default")
     parser.add_argument("--timelines", type=Path, help="directory")
     options = parser.parse_args()
@@ -280,7 +306,12 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     base = load(
         {
-            "rollout": {"engine": "tests.benchmarks.overlap:SleepingEngine", "max_num_seqs": SLOTS},
+            "rollout": {
+                "engine": "tests.benchmarks.overlap:SleepingEngine",
+                "max_num_seqs": SLOTS // options.engines,
+                "n_gpus_per_node": options.engines,
+            },
+            "weights": {"transfer": "tests.benchmarks.overlap:Collective" if options.together else "object_store"},
             "trainer": {
                 "batch_size": SAMPLES,
                 "save_minutes": None,
@@ -289,7 +320,7 @@ def main() -> None:
             "actor": {"max_tokens_per_micro_batch": SAMPLES * (MEAN_TOKENS + 1) // CHUNKS},
         }
     )
-    actor = group_of("actor", "tests.benchmarks.overlap:Actor")
+    actor = group_of("actor", "tests.benchmarks.overlap:Actor", [()])
     print(f"{'bound by':9} {'streaming':9} {'staleness':>9} {'s/step':>7} {'simulated':>9} {'ratio':>6} "
           f"{'longest stage':>13} {'s/step over it':>14} {'drain':>6} {'between':>7} {'whole run':>9}")  # fmt: skip
     for bound in options.bound:
@@ -327,11 +358,13 @@ def measured_rows(
     actor: Group, config: Config, times: Times, kept: Path | None = None
 ) -> tuple[list[dict[str, float]], float]:
     """Return the rows of the steps that are measured, and the seconds of the whole run."""
-    rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", config, 0)
+    engines = [(config, rank) for rank in range(config.rollout.n_engines)]
+    rollout = group_of("rollout", "tests.benchmarks.overlap:Rollout", engines)
     began = time.monotonic()
     first, last = measured(config)
     rows = [row for row in run(rollout, actor, config, times, kept) if first < row["step"] <= last]
-    ray.kill(rollout.workers[0])
+    for worker in rollout.workers:
+        ray.kill(worker)
     return rows, time.monotonic() - began
 
 

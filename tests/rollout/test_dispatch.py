@@ -188,3 +188,63 @@ def test_orders_that_are_apart_are_never_sampled_at_the_same_time_and_all_are_do
     for _ in range(100):
         step("finish", 0)
     assert sorted(done) == sorted(orders) and not len(dispatcher)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100)), max_size=60)
+)
+def test_engines_get_weights_one_by_one_and_each_request_its_own_or_newer_ones(
+    n_engines: int, capacity: int, events: list[tuple[str, int]]
+) -> None:
+    """One batch of the first weights and one of the next: an engine that is drained of the former gets these, whatever
+    the others have left and whatever ends in between, and nothing is lost.
+    """
+    dispatcher = RequestDispatcher(range(n_engines), capacity, spill=2)
+    requests = make_requests(3, 2) + [replace(one, version=1) for one in make_requests(3, 2, first=3)]
+    dispatcher.add(requests[:6], order=1)
+    dispatcher.add(requests[6:], order=2)
+    done: list[int] = []
+
+    def step(kind: str, which: int) -> None:
+        for engine in sorted(dispatcher.at_work):
+            if not dispatcher.versions[engine] and dispatcher.is_drained(engine):
+                assert not any(held.version == 0 for _, _, held in dispatcher._waiting)
+                dispatcher.join(engine, 1)
+        for engine, chosen in dispatcher.hand_out().items():
+            assert all(request.version <= dispatcher.versions[engine] for request in chosen)
+        at_work = {engine: list(held) for engine, held in dispatcher.at_work.items() if held}
+        if kind == "die" and len(dispatcher.at_work) > 1:
+            dispatcher.remove(sorted(dispatcher.at_work)[which % len(dispatcher.at_work)])
+        elif kind == "back":
+            back = which % n_engines
+            assert back in dispatcher.at_work or dispatcher.is_drained(back)
+            dispatcher.join(back, dispatcher.versions.get(back, 1))
+        elif at_work:
+            engine = sorted(at_work)[which % len(at_work)]
+            key = at_work[engine][which % len(at_work[engine])]
+            if kind == "generate":
+                dispatcher.mark_generated(engine, key)
+            else:
+                assert dispatcher.finish(engine, key)
+                done.append(key)
+
+    for kind, which in [*events, *[("finish", 0)] * 60]:
+        step(kind, which)
+    assert sorted(done) == [request.key for request in requests] and not len(dispatcher)
+    assert not any(dispatcher._waiting_by_version.values())
+    assert set(dispatcher.versions) == set(dispatcher.at_work)
+
+
+def test_an_engine_is_drained_whatever_the_others_have_left() -> None:
+    dispatcher = RequestDispatcher(range(2), capacity=2, spill=1)
+    dispatcher.add(make_requests(2, 1), order=1)
+    dispatcher.add([replace(one, version=1) for one in make_requests(2, 1, first=2)], order=2)
+    assert {engine: [its.key for its in given] for engine, given in dispatcher.hand_out().items()} == {0: [0], 1: [1]}
+    assert not dispatcher.is_drained(0)
+    dispatcher.mark_generated(0, 0)
+    assert dispatcher.is_drained(0) and not dispatcher.is_drained(1) and not dispatcher.hand_out()
+    dispatcher.join(0, 1)
+    assert [request.key for request in dispatcher.hand_out()[0]] == [2, 3]
+    dispatcher.remove(1)  # what it had left is done by an engine with newer weights
+    assert not dispatcher.hand_out() and dispatcher.finish(0, 0) and dispatcher.finish(0, 2)
+    assert [request.key for request in dispatcher.hand_out()[0]] == [1]

@@ -62,6 +62,28 @@ class WeightSync:
                 raise
             raise WorkerDied(f"{death}; {failure}") from None
 
+    def push_drained(self, request: Callable[[], None]) -> float:
+        """Send the current weights to every engine as it has sampled what earlier ones were for; returns seconds that
+        were waited for engines.
+
+        Each samples what ``request`` submits as soon as it has them, whatever the others still sample; those of a
+        collective transfer, which receive together, once all are drained. Raises as :meth:`push`, and when an engine
+        has not sampled for ``rollout.timeout_s``.
+        """
+        self.rollout.version = self.actor.version
+        waited, requested = 0.0, False
+        while True:
+            began = time.monotonic()
+            engines = self.rollout.drain(self.config.rollout.timeout_s, together=self._transfer.collective)
+            waited += time.monotonic() - began
+            if engines:
+                self.push(engines)
+            if not requested:
+                request()
+                requested = True
+            if not engines:
+                return waited
+
     def _push(self, engines: Sequence[int] | None) -> None:
         self.rollout.engines.take_in_restarted()
         self._receiving = self.rollout.present_engines if engines is None else list(engines)

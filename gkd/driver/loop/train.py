@@ -63,9 +63,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
         n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.from_batch(batch, at.started)
         del collected, batch, stream  # their arrays leave the object store before the next ones come
         at.updated = time.monotonic()
-        _push(config, parts, at)
+        _push(config, parts, at, partial(_request, config, batches, ends, step))
         began = None if config.cluster.offload is True else at.done
-        _request(config, batches, ends, step)
         row |= at.timings(row.get("timing_s/update")) | throughput(n_tokens, at.done - at.started, parts.n_gpus)
         bounds = stages(at.ready if validates else None, at.updated, at.done)
         end_last = partial(_log, parts, log, ends, replace(state, row=row), bounds)
@@ -75,14 +74,15 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
 @dataclass
 class StepTimes:
     """When a step began and its parts ended, by ``time.monotonic``: its batch was ``sampled``, a validation beside it
-    over (``ready``), the actor ``updated``, the engines ``drained`` if they had to be, and all ``done``.
+    over (``ready``), the actor ``updated``, and all engines had the weights (``done``). ``drained_s``: seconds of that
+    in which the engines sampled what earlier weights were for, if they had to end it.
     """
 
     started: float
     sampled: float = 0.0
     ready: float = 0.0
     updated: float = 0.0
-    drained: float | None = None
+    drained_s: float | None = None
     done: float = 0.0
 
     def validation(self) -> dict[str, float]:
@@ -92,10 +92,10 @@ class StepTimes:
     def timings(self, computed: float | None) -> dict[str, float]:
         """Return timing_s/* of the whole step; ``computed`` as of :func:`actors_time`."""
         row = actors_time(self.started, self.ready, self.updated, computed)
-        if self.drained is not None:
-            row["timing_s/drain"] = self.drained - self.updated
-        before = self.updated if self.drained is None else self.drained
-        return {**row, "timing_s/sync": self.done - before, "timing_s/step": self.done - self.started}
+        if self.drained_s is not None:
+            row["timing_s/drain"] = self.drained_s
+        sync = self.done - self.updated - (self.drained_s or 0.0)
+        return {**row, "timing_s/sync": sync, "timing_s/step": self.done - self.started}
 
 
 def _collect(
@@ -121,14 +121,19 @@ def _collect(
     return collected, stream, ended[0]
 
 
-def _push(config: Config, parts: Parts, at: StepTimes) -> None:
-    """Have the engines serve the new weights; what is sampled ahead is drained before, unless these come in flight."""
-    if config.schedule.max_staleness > 0 and not config.schedule.in_flight:  # every step is sampled from one version
-        parts.rollout.drain(config.rollout.timeout_s)
-        at.drained = time.monotonic()
+def _push(config: Config, parts: Parts, at: StepTimes, request: Callable[[], None]) -> None:
+    """Have the engines serve the new weights, and ``request`` what is sampled from them.
+
+    Unless they come in flight, every step is sampled from one version: what is sampled ahead is sampled to its end.
+    """
+    if config.schedule.max_staleness > 0 and not config.schedule.in_flight:
+        at.drained_s = parts.sync.push_drained(request)
+        at.done = time.monotonic()
+        return
     if parts.answers is None:
         parts.sync.push()
     at.done = time.monotonic()
+    request()
 
 
 def _add_advantages(

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SimulatedSample:
-    """Stands for one sample of a step, the ``place``-th of its batch, of ``length`` tokens."""
+    """Stands for one sample of a step, the ``place``-th of its batch, of ``length`` tokens.
+
+    It is sampled from weights of ``version`` or newer.
+    """
 
     step: int
     place: int
     prompt: tuple[int, int]
     length: float
+    version: int
     engine: int = 0
     unscored: int = 0
 
@@ -40,10 +44,13 @@ class GroupClock:
 
 
 class EngineClock:
-    """Keeps what one engine samples. ``at``: the group's time at which ``tokens`` a running sequence were done."""
+    """Keeps what one engine samples, from weights of ``version``.
+
+    ``at``: the group's time at which ``tokens`` a running sequence were done.
+    """
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held = self.version = 0
         self.waiting: deque[SimulatedSample] = deque()
         self.running: list[tuple[float, int, SimulatedSample]] = []
         self.tokens, self.at, self.planned = 0.0, 0.0, 0

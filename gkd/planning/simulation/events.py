@@ -1,7 +1,7 @@
 """Steps of a run, event by event: who works when, and who waits, over the run's own schedule (:mod:`gkd.schedule`).
 
 Simulated is what the driver's loop does: requests go to the emptiest engine and hold a place there until they are
-sampled, scorers take samples as they finish, the actor adds up chunks in the batch's order, engines are drained before
+sampled, scorers take samples as they finish, the actor adds up chunks in the batch's order, an engine is drained before
 new weights unless these are loaded in flight. What the driver itself takes, and messages, are counted where a run has
 measured them.
 
@@ -141,7 +141,7 @@ class _Simulation:
         for tickets in self.schedule.admit(version):
             step, lengths = tickets[0].step, self.run.lengths(tickets[0].step)
             batch = [
-                SimulatedSample(step, i, (step, i // self.run.n), length, unscored=len(self.run.scoring))
+                SimulatedSample(step, i, (step, i // self.run.n), length, version, unscored=len(self.run.scoring))
                 for i, length in enumerate(lengths)
             ]
             self.batches[step], self.delivered[step] = batch, set()
@@ -155,8 +155,9 @@ class _Simulation:
         engines, capacity = self.engines, self.run.sampling.capacity
         changed: set[int] = set()
         while self.waiting:
-            emptiest = min(range(len(engines)), key=lambda i: engines[i].held)
-            if engines[emptiest].held >= capacity:
+            able = [i for i in range(len(engines)) if engines[i].version >= self.waiting[0].version]
+            emptiest = min(able, key=lambda i: engines[i].held, default=None)
+            if emptiest is None or engines[emptiest].held >= capacity:
                 break
             sample = self.waiting.popleft()
             home = self.homes.get(sample.prompt, emptiest)
@@ -333,29 +334,45 @@ class _Simulation:
         if self.draining:
             self._drain()
         else:
-            self._push()
+            self._load(self.engines, self._end_push)
 
     def _drain(self) -> None:
-        """Push once everything that was requested is sampled."""
-        if not any(self.unsampled.values()):
+        """Load new weights into engines that have sampled all that theirs are for, or into all once all have."""
+        if self.computing:  # the push to others
+            return
+        behind = [engine for engine in self.engines if engine.version < self.step]
+        if not behind:
             self.draining = False
-            self._push()
-
-    def _push(self) -> None:
-        """Load new weights, for which engines stop where they are."""
-        rollout = self.groups["rollout"]
-        rollout.paused = True
-        seconds = self.run.updating.sync_s
-
-        def end_push() -> None:
-            rollout.paused = False
-            rollout.worked += seconds
-            if self.run.in_flight:
-                for number in range(len(self.engines)):
-                    self._recompute(number)
             self._end_step()
+            return
+        oldest = min((sample.version for sample in self.waiting), default=self.step)
+        drained = [engine for engine in behind if not engine.held and engine.version < oldest]
+        if drained and (len(drained) == len(behind) or not self.run.together):
+            self._load(drained, self._go_on_draining)
 
-        self._occupy(seconds, end_push)
+    def _go_on_draining(self) -> None:
+        self._dispatch(self.step)
+        self._drain()
+
+    def _load(self, engines: Sequence[EngineClock], then: Callable[[], None]) -> None:
+        """Load new weights into engines, for which they stop where they are."""
+        rollout, seconds = self.groups["rollout"], self.run.updating.sync_s
+        rollout.paused = not self.draining
+
+        def end_load() -> None:
+            rollout.paused = False
+            rollout.worked += seconds * len(engines) / len(self.engines)
+            for engine in engines:
+                engine.version = self.step
+            then()
+
+        self._occupy(seconds, end_load)
+
+    def _end_push(self) -> None:
+        if self.run.in_flight:
+            for number in range(len(self.engines)):
+                self._recompute(number)
+        self._end_step()
 
     def _end_step(self) -> None:
         self.ends.append(self.time)

@@ -95,8 +95,9 @@ class SimulatedRun:
 
     ``lengths(step)`` are the tokens of the responses to ``n_prompts`` prompts, ``n`` neighbours each, of ``prompt``
     tokens; ``mean_tokens`` those of a sample that the times of scoring and updating are for, its prompt included.
-    ``hosts`` maps groups to the one whose devices they compute on; ``at_once`` groups have a device's full speed each.
-    ``paces`` are those of steps, one after the other and again; without any all steps are alike.
+    ``together``: weights that do not come in flight come to all engines at the same time, once all are drained, else to
+    each by itself. ``hosts`` maps groups to the one whose devices they compute on; ``at_once`` groups have a device's
+    full speed each. ``paces`` are those of steps, one after the other and again; without any all steps are alike.
     """
 
     n_prompts: int
@@ -109,6 +110,7 @@ class SimulatedRun:
     updating: TrainingGroup
     max_staleness: int = 0
     in_flight: bool = False
+    together: bool = False
     hosts: Mapping[str, str] = field(default_factory=dict)
     at_once: int = 1
     driver: DriverTimes = field(default_factory=DriverTimes)

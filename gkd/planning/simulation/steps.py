@@ -15,6 +15,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from gkd.config import RewardModel, Scorer
+from gkd.config.cluster import TRANSFERS
 from gkd.config.groups import OVERBOOKED
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
@@ -29,6 +30,7 @@ from gkd.planning.simulation.stages import (
     reward_s,
     score_one_s,
     stages_of,
+    transfer_of,
     update_s,
 )
 
@@ -76,6 +78,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         ),
         max_staleness=staleness,
         in_flight=schedule.in_flight and staleness > 0,
+        together=TRANSFERS.load(transfer_of(layout)).collective,
         hosts=layout.hosts,
         at_once=layout.groups_at_once,
         driver=factors.driver,

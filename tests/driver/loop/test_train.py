@@ -108,8 +108,11 @@ class Played:
         self.version = step
         return {"actor/loss": 0.5 * step}
 
-    def drain(self, timeout_s: float) -> None:
+    def push_drained(self, request: Callable[[], None]) -> float:
         self.note("drain")
+        self.push()
+        request()
+        return 0.0
 
     def wait_for_chunks(self) -> None:
         assert self.supervised  # before engines get weights for validations alone

@@ -48,7 +48,10 @@ class Watched(_Simulation):
         new = [sample for sample in self.waiting if key(sample) not in self.queued]
         for sample in new:
             prompt = Prompt(sample.step * 1000 + sample.place // N, np.array([1], np.int32), "")
-            self.dispatcher.add([SampleRequest(prompt, 0, 0, HowSampled(4), key=key(sample))], order=sample.step)
+            request = SampleRequest(prompt, 0, 0, HowSampled(4), key=key(sample), version=sample.version)
+            self.dispatcher.add([request], order=sample.step)
+        for i, engine in enumerate(self.engines):
+            self.dispatcher.join(i, engine.version)
         self.queued |= {key(sample) for sample in new}
         before = list(self.waiting)
         super()._hand_out()
@@ -58,10 +61,14 @@ class Watched(_Simulation):
         self.n_given += len(assigned)
 
 
-@pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (4, True)])
-def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: bool) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "in_flight", "together"),
+    [(0, False, False), (1, False, False), (1, False, True), (2, False, False), (4, True, False)],
+)
+def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: bool, together: bool) -> None:
     updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1)
-    watched = Watched(run_of(updating=updating, max_staleness=staleness, in_flight=in_flight), 6)
+    run = run_of(updating=updating, max_staleness=staleness, in_flight=in_flight, together=together)
+    watched = Watched(run, 6)
     watched.run_all()
     assert watched.n_given >= 6 * N_PROMPTS * N
 

@@ -130,6 +130,20 @@ def test_a_batch_is_drained_before_a_push_unless_weights_load_in_flight() -> Non
     assert in_flight < 0.6 * drained
 
 
+def test_an_engine_gets_weights_once_it_is_drained_itself() -> None:
+    """By hand, two engines of one place and a sample of 10 and one of 50 s a step."""
+    run = replace(
+        RUN, n_prompts=2, n=1, scoring={}, max_staleness=1, mean_tokens=31.0, prompt=1.0,
+        lengths=lambda step: [10.0, 50.0], sampling=SamplingGroup(2, 1, 1, lambda n: 1.0),
+        updating=TrainingGroup(accumulate_s=4.0, apply_s=1.0, sync_s=0.5),
+    )  # fmt: skip
+    together = simulate(replace(run, together=True), steps=20)
+    assert together.seconds == pytest.approx(50 + 0.5)
+    # In two steps each engine has a short one, weights, the long one of the next step, with which that step is there,
+    # and after the update of 4 + 1 s weights again.
+    assert simulate(run, steps=20).seconds == pytest.approx((10 + 0.5 + 50 + 5 + 0.5) / 2)
+
+
 def test_what_is_under_way_is_computed_again_after_weights_are_loaded_in_flight() -> None:
     """By hand: a sample of 10 s, within whose first second the one before is learned from, at 4 + 0.5 tokens."""
     run = SimulatedRun(1, 1, 4.0, 14.0, lambda step: [10.0], SamplingGroup(1, 1, 1, lambda n: 1.0, recompute_s=0.1), {},

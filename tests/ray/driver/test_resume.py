@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,8 +83,10 @@ class World:
     def attend(self, calls: Any) -> None:
         raise AssertionError("nobody waits for this actor")
 
-    def drain(self, timeout_s: float) -> None:
-        pass
+    def push_drained(self, request: Callable[[], None]) -> float:
+        self.push()
+        request()
+        return 0.0
 
     def update(self, samples: list[TrainingSample], step: int) -> dict[str, float]:
         """Two mini-batches, the second of which nobody may be there to wait for."""
@@ -133,7 +135,8 @@ class World:
     def run(self, start: RunState) -> dict[str, float]:
         """The loop, as gkd.driver.run has it."""
         parts: Any = SimpleNamespace(
-            prompts=self.prompts, rollout=self, actor=self, sync=SimpleNamespace(push=self.push),
+            prompts=self.prompts, rollout=self, actor=self,
+            sync=SimpleNamespace(push=self.push, push_drained=self.push_drained),
             validation=SimpleNamespace(request=self.request, measure=self.measure), vocab_size=10, n_gpus=1,
             report=self.report, answers=None,
             val_sets=SimpleNamespace(

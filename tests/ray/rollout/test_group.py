@@ -22,6 +22,7 @@ from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.group import Group, WorkerReports, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
+from gkd.config.schedule import Schedule
 from gkd.errors import RunFailed
 from gkd.observability.metrics import memory_metrics
 from gkd.rollout.group import RolloutGroup
@@ -130,7 +131,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
         assert {rollout.engines.health(engine) for engine in stale} == {Health.STALE}
         assert not any(engine in rollout._dispatcher.at_work for engine in stale)
         sent.extend(rollout.call_engines("progress", timeout_s=30, activity="loading", engines=stale))
-        rollout.mark_updated(stale)
+        rollout.mark_updated(dict.fromkeys(stale, 0))
 
     def kill(killed: Sequence[int]) -> list[int]:
         keys = rollout.submit(make_requests(30))
@@ -236,6 +237,35 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     assert len(rollout.collect(rollout.submit(make_requests(2)), timeout_s=60)) == 2
 
 
+def test_an_engine_that_is_drained_samples_from_new_weights_while_another_one_ends_what_it_has(
+    engines: list[Group],
+) -> None:
+    ahead = settings().model_copy(update={"schedule": Schedule(max_staleness=1)})
+    rollout = RolloutGroup(built(engines, range(2)), ahead)
+    first = rollout.submit(make_requests(2), order=1)
+    pid = rollout.group.reports[1].pid
+    rollout.version = 1
+    os.kill(pid, signal.SIGSTOP)
+    assert rollout.drain(60) == [0]
+    rollout.group.select([0]).control("load", 1, timeout_s=30)
+    rollout.mark_updated({0: 1})
+    then = rollout.submit(make_requests(2), order=2)
+    later = rollout.collect(then, timeout_s=60)
+    assert [(sample.worker, sample.versions[-1].version) for sample in later] == [(0, 1), (0, 1)]
+    assert first[1] not in rollout._done
+    os.kill(pid, signal.SIGCONT)
+    assert rollout.drain(60, together=True) == [1]
+    rollout.group.select([1]).control("load", 1, timeout_s=30)
+    rollout.mark_updated({1: 1})
+    assert not rollout.drain(60)
+    earlier = rollout.collect(first, timeout_s=60)
+    assert [(sample.worker, sample.versions[-1].version) for sample in earlier] == [(0, 0), (1, 0)]
+    with pytest.raises(RunFailed, match=r"rollout rank 1 .*weights 2, .* 1$"):  # the engine itself refuses others
+        rollout.version = 2
+        rollout._dispatcher.versions[1] = 2
+        rollout.collect(rollout.submit(make_requests(1)), timeout_s=60)
+
+
 def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Group]) -> None:
     """Earlier ones go to the engines first; what one of these loses goes to the other; a drain waits for sampling."""
     rollout = start(engines, 2)
@@ -244,8 +274,8 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     assert rollout._dispatcher.n_waiting == 8  # 4 of the later are with each engine
     pid = rollout.group.reports[1].pid
     os.kill(pid, signal.SIGKILL)
-    rollout.drain(timeout_s=120)
-    assert rollout.present_engines == [0]
+    rollout.version = 1
+    assert rollout.drain(timeout_s=120) == [0] == rollout.present_engines
     assert rollout.group.select([0]).control("progress", timeout_s=30)[0][1] == 0
     samples = [rollout.collect(keys, timeout_s=120) for keys in (first, later)]
     assert [[sample.prompt_id for sample in of] for of in samples] == [list(range(6)), list(range(10))]

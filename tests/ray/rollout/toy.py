@@ -70,6 +70,9 @@ class ToyRollout(rollout_worker.RolloutWorker):
     def pid(self) -> int:
         return os.getpid()
 
+    def load(self, version: int) -> None:
+        self.loop.call(lambda: self.sampler.release(version), "load")
+
     def get_stuck(self) -> None:
         self.engine.stuck = True
 

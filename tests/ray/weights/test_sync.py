@@ -158,6 +158,30 @@ def test_every_engine_gets_every_tensor_as_it_is(actors: Group, pair: Group, tra
         assert [len(groups) for *_, groups in states] == [1 + checksum] * 2
 
 
+@pytest.mark.parametrize("transfer", ["object_store", "nccl"])
+def test_drained_engines_get_weights_one_by_one_but_in_a_group_together(
+    actors: Group, pair: Group, transfer: str
+) -> None:
+    config, gpus = settings(transfer), ENGINE_GPUS[transfer][:2]
+    pair.control("use", config, gpus, timeout_s=30)
+    system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
+    system.push(1)
+    drained, order = iter([[1], [0], []] if transfer == "object_store" else [[0, 1], []]), list[Any]()
+
+    def drain(timeout_s: float, together: bool) -> list[int]:
+        assert timeout_s == config.rollout.timeout_s and together == (transfer == "nccl")
+        order.append([state[1] for state in system.engine_states()])
+        return next(drained)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system.rollout, "drain", drain)
+        system.actor.version = 2
+        assert system.sync.push_drained(lambda: order.append(system.rollout.version)) > 0
+    # What is requested is for the new weights, and comes once the first engine has these.
+    assert order == [[1, 1], 2, *([[1, 2]] if transfer == "object_store" else []), [2, 2]]
+    system.expect_served(2)
+
+
 def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors: Group, pair: Group) -> None:
     config, gpus = settings("nccl"), ENGINE_GPUS["nccl"][:2]
     pair.control("use", config, gpus, timeout_s=30)
