@@ -11,7 +11,7 @@ from gkd.actor.batches import balance_over_ranks, combine_mini_batches
 from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Group, PendingCall, gather, is_any_done, is_done
+from gkd.cluster.workers.group import Attend, Group, PendingCall, gather, has_failed, is_any_done, is_done
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory
 from gkd.types import TrainingSample
@@ -32,7 +32,7 @@ class ActorGroup(ActorRanks):
     ) -> None:
         super().__init__(group, config, model_path, restart, colocation)
         self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
-        self.meanwhile: Callable[[Sequence[Any]], None] | None = None
+        self.meanwhile: Attend | None = None
         """What is to be done while ranks compute, until one of these references is there; None: nothing."""
         self.beside: Callable[[], None] | None = None
         """What is to be done once, as soon as ranks compute; None: nothing."""
@@ -52,6 +52,7 @@ class ActorGroup(ActorRanks):
         The order of the chunks, and what is in each, decide how sums are rounded; how many of them come at a time does
         not.
         """
+        self.recover_chunks()
         first = len(self._chunks)
         self._chunks += map(list, chunks)
         self._accumulating += self._submit_chunks(first)
@@ -60,6 +61,19 @@ class ActorGroup(ActorRanks):
     def accumulates(self) -> bool:
         """Whether ranks are at work on chunks, behind which any other call waits."""
         return not all(map(is_done, self._accumulating))
+
+    def recover_chunks(self) -> None:
+        """Begin all chunks again, smaller ones, where a rank's memory has run out in one. Raises what else failed.
+
+        The others may wait for that rank in the middle of a layer, and never answer.
+        """
+        for call in self._accumulating:
+            if has_failed(call):
+                try:
+                    self._gather([call])
+                except OutOfMemory as failure:
+                    self._shrink(failure)
+                return
 
     def _submit_chunks(self, first: int) -> list[PendingCall]:
         """Submit all chunks from number ``first`` on, in one call of each rank: between two calls a rank is idle."""
@@ -216,7 +230,10 @@ class ActorGroup(ActorRanks):
         if self._chunks:
             self._accumulating = self._submit_chunks(0)
 
-    def save(self, directory: str) -> None:
-        """Write the student in Hugging Face format, once what was given to :meth:`accumulate` is accumulated."""
+    def save(self, directory: str, attend: Attend | None = None) -> None:
+        """Write the student in Hugging Face format, once what was given to :meth:`accumulate` is accumulated.
+
+        ``attend`` as of :meth:`ActorRanks.save`.
+        """
         self.wait_for_chunks()
-        super().save(directory)
+        super().save(directory, attend)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.environment import environment
-from gkd.cluster.workers.group import Group, PendingCall, gather, wait
+from gkd.cluster.workers.group import Attend, Group, PendingCall, attend_until_done, gather, wait
 from gkd.config import Config
 from gkd.errors import RunFailed
 
@@ -142,8 +142,11 @@ class ActorRanks:
         self.group.call("state.load", files, step, timeout_s=limit, activity="reading the checkpoint")
         self.version = step
 
-    def save(self, directory: str) -> None:
-        """Write the student in Hugging Face format."""
+    def save(self, directory: str, attend: Attend | None = None) -> None:
+        """Write the student in Hugging Face format; ``attend`` is called meanwhile (:func:`attend_until_done`)."""
         self.colocation.onload_actor()
-        limit = self.config.trainer.save_timeout_s
-        self.group.call("state.save", directory, timeout_s=limit, activity="writing the student")
+        deadline = time.monotonic() + self.config.trainer.save_timeout_s
+        call = self.group.submit("state.save", directory, activity="writing the student")
+        if attend is not None:
+            attend_until_done(call, deadline - time.monotonic(), attend)
+        gather([call], max(0.0, deadline - time.monotonic()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -260,6 +260,30 @@ def is_done(call: PendingCall) -> bool:
 def is_any_done(call: PendingCall) -> bool:
     """Return whether any worker has answered, or failed."""
     return bool(ray.wait(list(call.refs), num_returns=1, timeout=0, fetch_local=False)[0])
+
+
+def has_failed(call: PendingCall) -> bool:
+    """Return whether any worker has failed at a call, or died, whatever the others do."""
+    ready, _ = ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)
+    try:
+        ray.get(ready, timeout=GET_S)
+    except GetTimeoutError:  # why a worker died is not known yet
+        return False
+    except Exception:  # which :func:`gather` raises, with the worker's name
+        return True
+    return False
+
+
+Attend = Callable[[Sequence[Any]], None]
+"""Does what others need for a moment, or until one of these references of Ray's is there."""
+
+
+def attend_until_done(call: PendingCall, timeout_s: float, attend: Attend) -> None:
+    """Have ``attend`` called with what a call still waits for, again and again, until all is there or the time over."""
+    deadline, late = time.monotonic() + timeout_s, list(call.refs)
+    while late and time.monotonic() < deadline:
+        attend(late)
+        _, late = ray.wait(late, num_returns=len(late), timeout=0, fetch_local=False)
 
 
 def first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:

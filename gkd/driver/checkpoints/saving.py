@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gkd.actor.batches import combine_mini_batches
 from gkd.actor.group import ActorGroup
-from gkd.cluster.workers.group import PendingCall, gather, is_done, wait
+from gkd.cluster.workers.group import Attend, PendingCall, attend_until_done, gather, is_done, wait
 from gkd.config import Config
 from gkd.driver.checkpoints import checkpoint
 from gkd.driver.checkpoints.checkpoint import RANKS, Cause, RunState, SavedCheckpoint
@@ -61,10 +61,11 @@ class Checkpoints:
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
             self._complete()
 
-    def save_if_due(self, actor: ActorGroup, state: RunState, last: bool = False) -> None:
+    def save_if_due(self, actor: ActorGroup, state: RunState, last: bool = False, attend: Attend | None = None) -> None:
         """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning.
 
-        ``last``: the run ends with this step, before ``trainer.total_steps``.
+        ``last``: the run ends with this step, before ``trainer.total_steps``. Where the one before is still being
+        written it is waited for, and ``attend`` called meanwhile (:func:`attend_until_done`).
         """
         self.train(state)
         self._done = state.step
@@ -73,6 +74,8 @@ class Checkpoints:
             self._last = state.step
         last = self._last is not None
         if trainer.save_every is not None and (state.step % trainer.save_every == 0 or last):
+            if attend is not None and self._writing is not None:
+                attend_until_done(self._writing.calls, self._writing.deadline - time.monotonic(), attend)
             self._complete()
             self._begin(actor, "step")
         elif self._writing is None and self._minutes() >= (trainer.save_minutes or math.inf):
@@ -143,10 +146,10 @@ class Checkpoints:
 
     def _complete(self, warn: bool = True) -> None:
         """Wait until the checkpoint under way is written, and complete it. With ``warn`` a failure is a warning."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is None:
             return
-        saved = writing.saved
+        self._writing, saved = None, writing.saved
         try:
             left = max(0.0, writing.deadline - time.monotonic())
             if not left and not is_done(writing.calls):

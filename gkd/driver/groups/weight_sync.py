@@ -106,6 +106,7 @@ class WeightSync:
 
     def refresh(self, engines: Sequence[int]) -> None:
         """Send the current weights to engines that have come back, unless that would wait for the actor's chunks."""
+        self.actor.recover_chunks()
         if not self.actor.accumulates:
             self.push(engines)
 

@@ -101,14 +101,16 @@ class StepEnds:
             figures = figures | self._measure(self._request(step, rest=True))
         validated = {**(self._set_figures(state.validated) if self._is_due(step) else state.validated), **figures}
         row = {**(state.row or {}), **figures}
+        is_last = step == self.config.trainer.total_steps or log.stops_early
+        attend = None if is_last else self.parts.rollout.attend  # the next step is under way
         log.metrics.write({"step": step, "epoch": self._epoch, **row})
         if log.best is not None:
-            log.best.update(step, row, self.parts.actor)
+            log.best.update(step, row, self.parts.actor, attend)
         log.progress.step(step, row)
         self._watcher.check(step, row)
         state = replace(state, validated=validated, row=None)
         if step > self.first:
-            log.checkpoints.save_if_due(self.parts.actor, state, log.stops_early)
+            log.checkpoints.save_if_due(self.parts.actor, state, log.stops_early, attend)
         return state
 
     def _set_figures(self, validated: Mapping[str, float]) -> dict[str, float]:

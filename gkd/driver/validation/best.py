@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gkd import durable
 from gkd.actor.group import ActorGroup
+from gkd.cluster.workers.group import Attend
 from gkd.config.validating import is_better
 from gkd.errors import ConfigError
 
@@ -33,14 +34,17 @@ class BestModel:
                 f"trainer.keep_best={self.metric}: validation measures {', '.join(measured) or 'nothing'}"
             )
 
-    def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup) -> None:
-        """Write the student if it is better than before; nothing where the figure was not measured now."""
+    def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup, attend: Attend | None = None) -> None:
+        """Write the student if it is better than before; nothing where the figure was not measured now.
+
+        ``attend`` is called while it is written, as of :meth:`ActorGroup.save`.
+        """
         value = measured.get(self.metric)
         if value is None or (self.value is not None and not is_better(self.metric, value, self.value)):
             return
         new = self.directory.with_name(".best.new")
         shutil.rmtree(new, ignore_errors=True)
-        actor.save(str(new))
+        actor.save(str(new), attend)
         durable.replace_directory(new, self.directory)
         best = {"metric": self.metric, "value": value, "step": step}
         durable.replace(self.file, (json.dumps(best) + "\n").encode())

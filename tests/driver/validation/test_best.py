@@ -17,7 +17,7 @@ class Actor:
 
     n = 0
 
-    def save(self, directory: str) -> None:
+    def save(self, directory: str, attend: Any = None) -> None:
         self.n += 1
         Path(directory).mkdir()
         Path(directory, "model.txt").write_text(str(self.n))

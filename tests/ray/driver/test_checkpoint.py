@@ -10,8 +10,9 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -140,6 +141,31 @@ def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     none = checkpoints(load({"trainer": {"save_minutes": None}}), tmp_path / "none")
     none.save_if_due(Actor(1), RunState(1))
     assert not (tmp_path / "none").exists()
+
+
+def test_engines_are_attended_to_while_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
+    """And what ends the run there is no failure of the checkpoint, which is completed when the run is rescued."""
+    writer = checkpoints(load({"trainer": {"total_steps": 200, "save_every": 1}}), tmp_path)
+    written, waited_for = tmp_path / "written", list[int]()
+
+    def attend(refs: Sequence[Any]) -> None:
+        waited_for.append(len(refs))
+        if len(waited_for) == 3:
+            raise RunFailed("no engine is left")
+        if len(waited_for) == 5:
+            written.touch()
+        ray.wait(list(refs), timeout=0.1)
+
+    writer.save_if_due(Actor(1, until=written), RunState(1), attend=attend)
+    assert not waited_for
+    with pytest.raises(RunFailed, match=r"^no engine is left$"):
+        writer.save_if_due(Actor(2, until=written), RunState(2), attend=attend)
+    assert not complete(tmp_path / "checkpoints")
+    writer.save_if_due(Actor(2, until=written), RunState(2), attend=attend)
+    assert len(waited_for) >= 5 and set(waited_for) == {1}
+    assert names(tmp_path) >= {"step_1"}
+    writer.rescue(Actor(2))
+    assert names(tmp_path) == {"step_1", "step_2"}
 
 
 def test_one_that_fails_is_a_warning_and_the_last_that_was_asked_for_ends_the_run(
