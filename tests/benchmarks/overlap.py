@@ -14,6 +14,8 @@ left of a step without waiting, updating, draining and pushing. Several ``--engi
 them; ``--together`` has all of them drained before weights come to any, as by a collective transfer. ``--val-every``
 validates, on as many prompts as a step has; the last column, seconds of the whole run, beside that of a run without
 says what that costs. ``--timelines DIR`` keeps each run's timeline.json there, for tests/benchmarks/draw_timeline.py.
+
+Exits with 1 where a step of staleness above 0 takes over 1.05 of its longest stage, or the simulation is off by 5 %.
 """
 
 from __future__ import annotations
@@ -323,6 +325,7 @@ def main() -> None:
     actor = group_of("actor", "tests.benchmarks.overlap:Actor", [()])
     print(f"{'bound by':9} {'streaming':9} {'staleness':>9} {'s/step':>7} {'simulated':>9} {'ratio':>6} "
           f"{'longest stage':>13} {'s/step over it':>14} {'drain':>6} {'between':>7} {'whole run':>9}")  # fmt: skip
+    held = True
     for bound in options.bound:
         times = Times(*(options.scale * seconds for seconds in astuple(BOUND[bound])))
         generate: float | None = None
@@ -338,8 +341,10 @@ def main() -> None:
             if not streaming and not staleness:  # where nothing overlaps but scoring
                 generate = mean(rows, "generate")
             assert generate is not None, "staleness 0 without streaming comes first"
-            print_row(bound, config, times, rows, whole, generate)
+            held &= print_row(bound, config, times, rows, whole, generate)
     ray.shutdown()
+    if not held:
+        raise SystemExit(1)
 
 
 def setting(base: Config, staleness: int, streaming: bool, in_flight: bool, steps: int) -> Config:
@@ -375,8 +380,8 @@ def mean(rows: Sequence[dict[str, float]], name: str) -> float:
 
 def print_row(
     bound: str, config: Config, times: Times, rows: Sequence[dict[str, float]], whole: float, generate: float
-) -> None:
-    """Print one line of the table."""
+) -> bool:
+    """Print one line of the table; returns whether its figures are within their bounds."""
     tokens = 1 + statistics.fmean(n for row in rows for n in lengths_of(config, int(row["step"])))
     longest = max(generate, max(times.score, times.update) * tokens / (MEAN_TOKENS + 1))
     step, drain = mean(rows, "step"), mean(rows, "drain")
@@ -385,6 +390,7 @@ def print_row(
     print(f"{bound:9} {config.schedule.streaming!s:9} {config.schedule.max_staleness:9} {step:7.2f} {expected:9.2f} "
           f"{expected / step:6.3f} {longest:13.2f} {step / longest:14.3f} {drain:6.2f} {between:7.3f} "
           f"{whole:9.1f}", flush=True)  # fmt: skip
+    return abs(expected / step - 1) <= 0.05 and (step <= 1.05 * longest or not config.schedule.max_staleness)
 
 
 if __name__ == "__main__":
