@@ -191,7 +191,7 @@ def test_nobody_asks_for_an_entry_by_its_name() -> None:
     engines = (RolloutSettings.registry, Teacher.registry, RewardModel.registry)
     losses = (DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS)
     registries = (*engines, *losses, TRANSFERS, REWARDS, TRACKERS, TASKS, STRATEGIES)
-    names = {name for registry in registries for name in registry.entries} - {"auto"}
+    names = {name for registry in registries for name in registry.entries}
     places = []
     for file, node in definitions(ast.Compare):
         if "sys.modules" in ast.unparse(node):  # a library of that name
