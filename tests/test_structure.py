@@ -136,6 +136,20 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert wrong == []
 
 
+ADJECTIVES = {"empty", "first", "known", "next", "ok", "planned"}
+
+
+def test_functions_are_named_by_verbs() -> None:
+    """A name as ``first_death`` is that of a value; a function finds it. Properties are values."""
+    named = [
+        f"{file}: {node.name}"
+        for file, node in definitions(ast.FunctionDef)
+        if node.name.lstrip("_").partition("_")[0] in ADJECTIVES
+        if "property" not in map(ast.unparse, node.decorator_list)
+    ]
+    assert named == []
+
+
 def test_docstrings_of_classes_name_what_they_are() -> None:
     """Or begin with a verb, and not with a question."""
     questions = {"How", "What", "Where", "Who", "Which", "Why"}

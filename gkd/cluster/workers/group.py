@@ -262,7 +262,7 @@ def is_any_done(call: PendingCall) -> bool:
     return bool(ray.wait(list(call.refs), num_returns=1, timeout=0, fetch_local=False)[0])
 
 
-def first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:
+def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:
     """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     waiting, deadline = list(owner), time.monotonic() + timeout_s

@@ -305,7 +305,7 @@ def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
     return settings
 
 
-def planned_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
+def plan_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
     """Return settings of sampling engines that are planned where they are null; arguments of :func:`require_memory`."""
     layouts, rollout = _layouts(config, models, gpu_bytes_by_group), config.rollout
     layout = layouts.get("rollout", layouts.get(None))
