@@ -1,6 +1,7 @@
 """``gkd train +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
 
-Exit codes: 0 done; 1 the run failed; 2 it cannot run; 129, 130 and 143 ended by SIGHUP, Ctrl-C and SIGTERM.
+Exit codes: 0 where it is done, 1 where the run failed, 2 where it cannot run. Ended by SIGHUP, Ctrl-C and SIGTERM it
+has 129, 130 and 143.
 """
 
 from __future__ import annotations
