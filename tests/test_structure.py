@@ -136,6 +136,20 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert wrong == []
 
 
+ADJECTIVES = {"empty", "first", "known", "next", "ok", "planned"}
+
+
+def test_functions_are_named_by_verbs() -> None:
+    """A name as ``first_death`` is that of a value; a function finds it. Properties are values."""
+    named = [
+        f"{file}: {node.name}"
+        for file, node in definitions(ast.FunctionDef)
+        if node.name.lstrip("_").partition("_")[0] in ADJECTIVES
+        if "property" not in map(ast.unparse, node.decorator_list)
+    ]
+    assert named == []
+
+
 def test_docstrings_of_classes_name_what_they_are() -> None:
     """Or begin with a verb, and not with a question."""
     questions = {"How", "What", "Where", "Who", "Which", "Why"}
@@ -178,29 +192,67 @@ def test_small_files_are_entries_of_registries() -> None:
     assert [name for name in small if name not in named] == []
 
 
+REGISTRIES = (
+    *(RolloutSettings.registry, Teacher.registry, RewardModel.registry),
+    *(DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS),
+    *(TRANSFERS, REWARDS, TRACKERS, TASKS, STRATEGIES),
+)
+ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.entries.items()}
 OTHER_MEANINGS = {
     "accuracy": r"\bcommon\b",  # figures of an evaluation
     "length": r"\bfinish_reason\b",
     "reward_model": r"\bgroup\b|\bpools\b",
 }
 """What else some entries' names stand for, by what they are compared with then."""
+MENTIONS = {
+    "actor/group.py": {"reverse_kl", "sft"},  # what validation measures, whatever a run learns from
+    "actor/pretrained.py": {"format"},  # of a safetensors file
+    "cli/doctor/": {"nccl", "torch", "vllm"},  # the packages
+    "cli/launch/package.py": {"wandb"},  # its folder
+    "cluster/workers/": {"torch"},
+    "config/actor.py": {"cosine"},  # of the learning rate
+    "config/validating.py": {"reverse_kl"},  # a metric
+    "evaluation/run.py": {"torch", "vllm"},  # whose versions results have
+    "inference/vllm_models.py": {"vllm"},
+    "recipes/__init__.py": {"sort_digits"},  # a folder
+}
+"""Files, and folders, where the name of an entry is written as well, and what it means there."""
+
+
+def compared() -> Iterator[tuple[str, list[Any], str]]:
+    """Yield what is compared, or matched: the place, the constants, and the code of what they are compared with."""
+    for file, node in definitions(ast.Compare):
+        if "sys.modules" not in ast.unparse(node):  # a library of that name
+            sides = [side for one in (node.left, *node.comparators) for side in getattr(one, "elts", [one])]
+            others = " ".join(ast.unparse(side) for side in sides if not isinstance(side, ast.Constant))
+            yield f"{file}:{node.lineno}", [side.value for side in sides if isinstance(side, ast.Constant)], others
+    for file, node in definitions(ast.Match):
+        for case in node.cases:
+            constants = [part.value for part in ast.walk(case.pattern) if isinstance(part, ast.Constant)]
+            yield f"{file}:{case.pattern.lineno}", constants, ast.unparse(node.subject)
 
 
 def test_nobody_asks_for_an_entry_by_its_name() -> None:
     """What an engine, a reward or a loss can do, its class states (gkd/config/registry.py)."""
-    engines = (RolloutSettings.registry, Teacher.registry, RewardModel.registry)
-    losses = (DIVERGENCES, SURROGATES, ADVANTAGES, ALGORITHMS)
-    registries = (*engines, *losses, TRANSFERS, REWARDS, TRACKERS, TASKS, STRATEGIES)
-    names = {name for registry in registries for name in registry.entries} - {"auto"}
     places = []
-    for file, node in definitions(ast.Compare):
-        if "sys.modules" in ast.unparse(node):  # a library of that name
-            continue
-        sides = [side for one in (node.left, *node.comparators) for side in getattr(one, "elts", [one])]
-        others = " ".join(ast.unparse(side) for side in sides if not isinstance(side, ast.Constant))
-        entries = names & {side.value for side in sides if isinstance(side, ast.Constant)}
+    for place, constants, others in compared():
+        entries = ENTRIES.keys() & set(constants)
         if entries := {name for name in entries if not re.search(OTHER_MEANINGS.get(name, r"(?!)"), others)}:
-            places.append(f"{file}:{node.lineno}: {entries}")
+            places.append(f"{place}: {entries}")
+    assert places == []
+
+
+def test_entries_are_named_by_their_registries_alone() -> None:
+    """And by its own module, so that one is renamed in one place. Metrics and groups have some of these names."""
+    own = {f"config/{name}.py" for name in ("cluster", "data", "evaluation", "groups", "learning", "rewards")}
+    places = []
+    for file, node in definitions(ast.Constant):
+        if file in own or node.value not in ENTRIES.keys() - OTHER_MEANINGS.keys():
+            continue
+        is_meant = any(file.startswith(begin) and node.value in names for begin, names in MENTIONS.items())
+        module = ENTRIES[node.value].partition(":")[0].removeprefix("gkd.").replace(".", "/")
+        if not is_meant and file != f"{module}.py":
+            places.append(f"{file}:{node.lineno}: {node.value}")
     assert places == []
 
 

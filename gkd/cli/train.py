@@ -1,6 +1,7 @@
 """``gkd train +recipe=on_policy_distill [OVERRIDES]``: compose the configuration, connect to Ray, run.
 
-Exit codes: 0 done; 1 the run failed; 2 it cannot run; 129, 130 and 143 ended by SIGHUP, Ctrl-C and SIGTERM.
+Exit codes: 0 where it is done, 1 where the run failed, 2 where it cannot run. Ended by SIGHUP, Ctrl-C and SIGTERM it
+has 129, 130 and 143.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             output.rmdir()
         raise
     except SystemExit as end:  # a signal, or output that nobody reads any more
-        end.add_note(_newest_checkpoint(output))
+        end.add_note(_describe_newest_checkpoint(output))
         raise
     except (RunFailed, ControlLost) as failure:
         first = 0 if saved is None else saved.state.step
@@ -162,7 +163,7 @@ def _require_home(cache_dir: str | None) -> None:
     os.environ["HOME"] = str(Path(cache_dir).absolute())
 
 
-def _newest_checkpoint(output: Path) -> str:
+def _describe_newest_checkpoint(output: Path) -> str:
     """Return what a run that was stopped leaves."""
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")

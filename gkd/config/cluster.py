@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -23,6 +22,7 @@ TRANSFERS = Registry(
         "object_store": "gkd.weights.object_store:ObjectStore",
     },
     "gkd.weights.transfer:Transfer",
+    undecided="object_store",
 )
 """The order in which ``auto`` tries those that it may choose; the last one works everywhere."""
 
@@ -61,11 +61,7 @@ class Weights(OpenSettings):
     @property
     def transfer_class(self) -> Any:
         """The class of the transfer; for ``auto``, before the placement decides it, the one that works everywhere."""
-        return self.registry.load("object_store" if self.transfer_is_auto else self.transfer)
-
-    def owners(self) -> Mapping[str, Any]:
-        """Return the class that further settings of the section belong to; ``auto`` has none."""
-        return {"": self.transfer_class}
+        return self.selected_class
 
 
 class Cluster(Settings):

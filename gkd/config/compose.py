@@ -70,11 +70,11 @@ def compose(overrides: Sequence[str]) -> Config:
 
     config = compose_with({})
     if config.uses_task and "task" not in below:
-        task = config.data.task or TASKS.names()[0]
         by_token = config.algorithm.distils or config.algorithm.is_supervised
-        variants = [task] if by_token else [f"{task}_rewards", task]
-        for variant in [name for name in variants if name in groups()["task"]][:1]:
-            config = compose_with({"task": variant})
+        task = TASKS.load(config.data.task or TASKS.names()[0])
+        choice = getattr(task, "token_settings" if by_token else "reward_settings", None)
+        if choice is not None:
+            config = compose_with({"task": choice})
     return config
 
 

@@ -21,6 +21,8 @@ STRATEGIES = Registry(
         "self_consistency": "gkd.evaluation.self_consistency:SelfConsistency",
     },
 )
+DEFAULT_STRATEGY = "plain"
+"""Generates once and takes the answer; results are named by the model alone."""
 
 
 class Endpoint(OpenAIEndpoint):
@@ -50,7 +52,7 @@ class Evaluate(OpenSections):
         "for; sharded: one engine over all GPUs of a node",
     )
     strategies: Annotated[list[str], AfterValidator(lambda names: [make_absolute(name) for name in names])] = Field(
-        ["plain"],
+        [DEFAULT_STRATEGY],
         description=f"how a question is answered: {', '.join(STRATEGIES.names())}, or your own as package.module:name "
         "or FILE.py:name; each is measured on the same questions, and its settings are in evaluate.NAME",
     )

@@ -81,7 +81,6 @@ class TeacherModel(_PathOrSize):
 
 ENGINE = "gkd.inference.engine:InferenceEngine"
 SCORING_ENGINES = {
-    "auto": "gkd.inference.torch_scorer:TorchScorer",  # see Scorer.engine_for
     "torch": "gkd.inference.torch_scorer:TorchScorer",
     "vllm": "gkd.inference.vllm_scorer:VLLMScorer",
 }
@@ -132,7 +131,7 @@ class ScoringPool(Pool):
 class Scorer(ScoringPool, Engine, EngineSection):
     """Engines that compute how likely every token of what was sampled is."""
 
-    registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE)
+    registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE, undecided="torch")
     ability: ClassVar[str] = "can_score"
 
     engine: Annotated[str, AfterValidator(make_absolute)] = Field(
@@ -233,7 +232,7 @@ class ReferenceModel(Settings):
 class Reference(Scorer):
     """The model that the student is to stay near, where ``algorithm.kl.coef`` is above 0."""
 
-    registry: ClassVar[Registry] = Registry("reference.engine", SCORING_ENGINES, ENGINE)
+    registry: ClassVar[Registry] = Registry("reference.engine", SCORING_ENGINES, ENGINE, undecided="torch")
 
     model: ReferenceModel = ReferenceModel()
 

@@ -6,6 +6,8 @@ setting of this project.
 
 from __future__ import annotations
 
+from gkd.config.base import GROUP_OF
+
 SECTIONS: dict[str, str] = {
     "algorithm.correction": "algorithm.importance_sampling.level, .cap and .mask",
     "critic": "there is no critic: a group of samples is its own baseline (rollout.n)",
@@ -303,7 +305,12 @@ RUN: dict[str, str] = {
 
 EARLIER: dict[str, str] = {
     "share_with": "rollout.colocate_with, and so for the other groups",
+    **{f"{section}.share_with": f"{section}.colocate_with" for section in GROUP_OF},
+    "actor.cpu_threads": "cluster.cpu_threads",
     "update_epochs": "actor.epochs",
+    "algorithm.correction.level": "algorithm.importance_sampling.level",
+    "algorithm.correction.cap": "algorithm.importance_sampling.cap",
+    "algorithm.correction.mask": "algorithm.importance_sampling.mask",
     "take_turns": "cluster.offload",
     "trainer.project": "trainer.wandb.project",
     "builtin.digits": "data.sort_digits.digits",
@@ -311,6 +318,13 @@ EARLIER: dict[str, str] = {
     "builtin.student_steps": "data.sort_digits.student_steps",
     "builtin.cache_dir": "data.cache_dir",
     "plan.card": "plan.gpu_type",
+    "plan.nnodes": "plan.nodes",
+    "data.val_sets.NAME.n": "data.val_sets.NAME.samples",
+    "data.val_sets.NAME.val_every": "data.val_sets.NAME.every",
+    "evaluate.sets.NAME.n": "evaluate.sets.NAME.samples",
+    "evaluate.sets.NAME.val_every": "data.val_sets.NAME.every",
+    "reward.of_sets": "reward.set_functions",
+    "reward.failed": "reward.max_failed_share; a sample whose reward failed is left out",
     "reward.length.wanted": "reward.length.target_length",
     "reward.reasoning_steps.wanted": "reward.reasoning_steps.n_steps",
     "reward.cosine.right": "reward.cosine.correct",

@@ -26,15 +26,17 @@ class Registry:
     """Names that ``setting`` may have: ``entries``, from a name to ``module:attribute``, or the user's own.
 
     ``base``: the class that all of them are of, as ``module:attribute``; None where any code will do.
+    ``undecided``: the entry that counts for ``auto`` until a run decides it; None where ``auto`` is no choice.
     """
 
     setting: str
     entries: Mapping[str, str]
     base: str | None = None
+    undecided: str | None = None
 
     def names(self) -> list[str]:
-        """Return built-in names."""
-        return list(self.entries)
+        """Return the names that need no code of the user's: ``auto`` where it is a choice, and built-in ones."""
+        return list(self.entries) if self.undecided is None else ["auto", *self.entries]
 
     def settings_of_entries(self) -> Iterator[tuple[str, str, FieldInfo]]:
         """Yield the settings of built-in classes: name of the class, name of the setting, and what it is."""
@@ -46,10 +48,11 @@ class Registry:
         """Raise ValueError, naming the nearest, for a name that is neither built in nor ``module:name``."""
         from gkd.config.hints import suggest  # which may import this module
 
-        if name not in self.entries and ":" not in name:
+        names = self.names()
+        if name not in names and ":" not in name:
             raise ValueError(
-                f"{self.setting}={name}: no such choice{suggest(name, self.entries)}; there are "
-                f"{', '.join(self.entries)}, or your own as package.module:name or FILE.py:name"
+                f"{self.setting}={name}: no such choice{suggest(name, names)}; there are "
+                f"{', '.join(names)}, or your own as package.module:name or FILE.py:name"
             )
 
     def load(self, name: str) -> Any:
@@ -57,6 +60,8 @@ class Registry:
 
         Raises ConfigError when there is none, when it cannot be imported, and when it is not of the registry's base.
         """
+        if name == "auto" and self.undecided is not None:
+            return _attribute(self.entries[self.undecided])
         if name in self.entries:
             return _attribute(self.entries[name])
         try:

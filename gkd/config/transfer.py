@@ -28,7 +28,7 @@ def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], r
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
     GPUs. Raises ConfigError for a transfer that cannot work there.
     """
-    transfer, names = weights.transfer, TRANSFERS.names()
+    transfer, names = weights.transfer, list(TRANSFERS.entries)
     if weights.transfer_is_auto:  # nothing else is looked at, such as packages that others need
         names = [name for name in names if TRANSFERS.load(name).automatic]
     tried = names if weights.transfer_is_auto else [*names, transfer]

@@ -50,7 +50,7 @@ class PromptStream:
 
     def draw(self, n: int) -> list[int]:
         """Take the next ``n`` prompts; returns their indices, for :meth:`prompt_at`."""
-        return [self._next() for _ in range(n)]
+        return [self._draw_one() for _ in range(n)]
 
     def prompt_at(self, index: int) -> Prompt:
         """Return the prompt of an index, the same for every stream over the same prompts."""
@@ -71,7 +71,7 @@ class PromptStream:
                 raise ConfigError(f"the saved order of prompts has {key}={state.get(key)}, this run {key}={value}")
         self._drawn = list(state.get("drawn_by_file", [state["drawn"]]))
 
-    def _next(self) -> int:
+    def _draw_one(self) -> int:
         position = sum(self._drawn) + 1
         behind = [share * position - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
         number = behind.index(max(behind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gkd.config import Config
 from gkd.config.data import TASKS
@@ -34,6 +34,11 @@ class Task(ABC):
     A class with a ``Config`` is made as ``Kind(settings, config)``, one without as ``Kind(config)``; ``config`` is the
     run's. The file of a class is imported wherever settings are checked, so torch belongs into its methods.
     """
+
+    token_settings: ClassVar[str | None] = None
+    """Which of conf/task a run is composed with that learns from a teacher or answers; None: from none."""
+    reward_settings: ClassVar[str | None] = None
+    """The same for a run that learns from rewards alone."""
 
     def __init__(self, *arguments: Any) -> None:  # noqa: B027 (most keep nothing)
         """Keep nothing; a class that needs its settings or the run's configuration has an ``__init__`` of its own."""

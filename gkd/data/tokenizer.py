@@ -188,11 +188,11 @@ def check_same_tokenizer(student_path: str, teacher_path: str, setting: str = "t
     if tokenizer_hash(student) != tokenizer_hash(teacher):
         raise ConfigError(
             f"the tokenizers of model.path={student_path} and {setting}={teacher_path} differ: "
-            f"{_first_difference(student, teacher)}"
+            f"{_describe_first_difference(student, teacher)}"
         )
 
 
-def _first_difference(student: Any, teacher: Any) -> str:
+def _describe_first_difference(student: Any, teacher: Any) -> str:
     ours = sorted((index, token) for token, index in student.get_vocab().items())
     theirs = sorted((index, token) for token, index in teacher.get_vocab().items())
     for (our_id, ours_token), (their_id, their_token) in zip(ours, theirs, strict=False):

@@ -40,7 +40,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
-from gkd.planning.advice.advise import planned_sampler, require_memory, requires_offload, settings_with_offload
+from gkd.planning.advice.advise import plan_sampler, require_memory, requires_offload, settings_with_offload
 from gkd.planning.advice.splits import faster_split
 from gkd.planning.layout import models_of, with_settings
 from gkd.version import __version__
@@ -63,7 +63,7 @@ def drive(
     ``saved`` is the checkpoint that it goes on from.
     """
     try:
-        with Events(output / EVENTS, _first_step(saved)) as events:
+        with Events(output / EVENTS, _find_first_step(saved)) as events:
             if saved is None:
                 note("start", f"gkd {__version__}, recipe {config.recipe}")
             else:
@@ -73,7 +73,7 @@ def drive(
             summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events, on_step)
     finally:
         page = write_at_end(output)
-    report.show(summary, output, page, _next_command(config, output), out)
+    report.show(summary, output, page, _make_next_command(config, output), out)
     checkpoints.finish()
 
 
@@ -98,7 +98,7 @@ def _drive(
     _log_doubts(config, placement)
     with (
         Progress(out, config.trainer.total_steps) as progress,
-        Trackers(config, output, _first_step(saved)) as trackers,
+        Trackers(config, output, _find_first_step(saved)) as trackers,
     ):
         progress.show_status("loading models")
         system = start(config, inputs, placement)
@@ -155,7 +155,7 @@ def _write(config: Config, output: Path) -> None:
     replace(output / CONFIG, f"# gkd {__version__}\n{text}".encode())
 
 
-def _first_step(saved: SavedCheckpoint | None) -> int:
+def _find_first_step(saved: SavedCheckpoint | None) -> int:
     return 0 if saved is None else saved.state.last_logged_step + 1
 
 
@@ -320,10 +320,10 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
     require_memory(config, models, sizes or None, [n for n in nodes if n])
     offload = offload or requires_offload(config, models, sizes or None)
     decided = with_settings(config, settings_with_offload(config, offload))
-    return offload, planned_sampler(decided, models, sizes or None)
+    return offload, plan_sampler(decided, models, sizes or None)
 
 
-def _next_command(config: Config, output: Path) -> str:
+def _make_next_command(config: Config, output: Path) -> str:
     """Return what a user would try after this run: own data after the built-in task, the trained student after that."""
     if not config.uses_task:
         return f"go on from here: the same command with model.path={output / 'model'}"

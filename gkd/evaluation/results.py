@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd import durable
+from gkd.config.evaluation import DEFAULT_STRATEGY
 from gkd.errors import ConfigError
 from gkd.evaluation.statistics import Estimate
-
-PLAIN = "plain"
-"""Name of the strategy that generates once and takes the answer."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Results:
     samples: int
     scores: Mapping[str, Estimate]
     questions: Mapping[str, Mapping[str, float]]
-    strategy: str = PLAIN
+    strategy: str = DEFAULT_STRATEGY
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -42,12 +40,12 @@ class Results:
     @property
     def name(self) -> str:
         """The model as tables call it, with its strategy where that is not the plain one."""
-        return self.model if self.strategy == PLAIN else f"{self.model} {self.strategy}"
+        return self.model if self.strategy == DEFAULT_STRATEGY else f"{self.model} {self.strategy}"
 
     @property
     def file_name(self) -> str:
         """``MODEL_SET_N.json``, or ``MODEL.STRATEGY_SET_N.json``; characters that paths do not take become a dash."""
-        model = self.model if self.strategy == PLAIN else f"{self.model}.{self.strategy}"
+        model = self.model if self.strategy == DEFAULT_STRATEGY else f"{self.model}.{self.strategy}"
         return f"{file_safe(model)}_{file_safe(self.set)}_{self.n}.json"
 
     def write(self, directory: Path) -> Path:

@@ -18,6 +18,7 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
 from gkd.config.device import installed_device
+from gkd.config.evaluation import DEFAULT_STRATEGY
 from gkd.errors import ConfigError
 from gkd.evaluation.answering import JobAnswer, ReplySource, answer_all
 from gkd.evaluation.answers import AnswerLog, RecordedAnswer
@@ -27,7 +28,7 @@ from gkd.evaluation.modes import gpus_here, have_same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
-from gkd.evaluation.results import PLAIN, Results
+from gkd.evaluation.results import Results
 from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.version import __version__
@@ -175,7 +176,7 @@ class _Lines:
 def _ask(config: Config, source: ReplySource, measurement: Measurement, log: AnswerLog, out: Console) -> None:
     seed = config.trainer.seed
     jobs = measurement.missing_jobs(log, seed)
-    name = measurement.model.name + (f" {measurement.label}" if measurement.label != PLAIN else "")
+    name = measurement.model.name + (f" {measurement.label}" if measurement.label != DEFAULT_STRATEGY else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
 
     def record(result: JobAnswer) -> None:

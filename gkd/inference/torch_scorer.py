@@ -128,14 +128,14 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
     def step(self) -> Iterator[tuple[int, Target | Int32 | RequestRejected]]:
         """Run one forward pass, or continue prompts; yields the keys and answers of requests that are finished."""
-        begun = self._begin(self._next_scores())
+        begun = self._begin(self._take_scores())
         if self._overlaps:
             begun, self._flying = self._flying, begun
         yield from begun.answers()
-        if prompts := self._next_prompts():
+        if prompts := self._take_prompts():
             yield from self._continue(prompts)
 
-    def _next_scores(self) -> list[tuple[int, ScoreRequest]]:
+    def _take_scores(self) -> list[tuple[int, ScoreRequest]]:
         """Take the sequences of the next pass, the one that has waited longest first."""
         chosen: list[tuple[int, ScoreRequest]] = []
         left: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
@@ -208,7 +208,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def _next_prompts(self) -> list[tuple[int, GenerateRequest]]:
+    def _take_prompts(self) -> list[tuple[int, GenerateRequest]]:
         """Take the prompts that are continued together: all that wait once nothing is to be scored."""
         prompts = [(key, request) for key, request in self._waiting if isinstance(request, GenerateRequest)]
         if not prompts or len(prompts) < len(self._waiting):

@@ -18,11 +18,14 @@ from gkd.losses.targets import PositionTargets, send
 class MicroBatch:
     """S sequences laid end to end.
 
-    token_ids, position_ids: [L], positions counted from each sequence's start; cu_seqlens [S + 1]: where each sequence
-    starts; rows [N]: index of the token whose hidden state predicts each sampled token (the token before it); bounds
-    [S + 1]: where each sequence's rows start. Of each sampled token, [N]: response_ids; weights in the loss;
-    advantages; sampler_logprobs; old_logprobs, those of the weights before the batch's first update, None where that is
-    this one; reference_logprobs, None without a reference. targets are the teacher's, of N positions, None without one.
+    - token_ids, position_ids [L]: positions are counted from each sequence's start.
+    - cu_seqlens [S + 1]: where each sequence starts.
+    - rows [N]: index of the token whose hidden state predicts each sampled token (the token before it).
+    - bounds [S + 1]: where each sequence's rows start.
+    - response_ids, weights, advantages, sampler_logprobs [N]: of each sampled token; weights are those in the loss.
+    - old_logprobs [N]: by the weights before the batch's first update, None where that is this one.
+    - reference_logprobs [N]: None without a reference.
+    - targets: the teacher's, of N positions, None without one.
 
     S = 0 is allowed: a rank that has nothing left takes part in the others' passes with one token and no sampled
     position.

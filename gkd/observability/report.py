@@ -19,7 +19,7 @@ ValMetrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """val/* metrics of the student before and after and of the teacher; steps trained; wall-clock seconds; version.
+    """Result of a run: val/* metrics of the student before and after and of the teacher, and what training took.
 
     ``n_val``: questions that ``val/accuracy`` is the share of.
     """

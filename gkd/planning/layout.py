@@ -104,12 +104,12 @@ def cpu_hardware(plan: Plan) -> Hardware:
 def _gpu_here() -> tuple[str, float] | None:
     """Return the known type of this machine's first GPU, and its memory in GB; None where there is none."""
     for gpu in read_gpus()[:1]:
-        if (name := known_gpu_type(gpu.name, gpu.total / GIB)) is not None:
+        if (name := find_gpu_type(gpu.name, gpu.total / GIB)) is not None:
             return name, gpu.total / GB
     return None
 
 
-def known_gpu_type(name: str, gib: float) -> str | None:
+def find_gpu_type(name: str, gib: float) -> str | None:
     """Return the known type of a driver's name such as ``NVIDIA A100-SXM4-40GB``, by memory where several share it."""
     words = set(name.lower().replace("-", " ").split())
     fitting = [gpu for gpu in GPU_TYPES if {part for part in gpu.split("-") if "gb" not in part} <= words]

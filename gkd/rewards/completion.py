@@ -13,11 +13,15 @@ from gkd.config.base import GroupName, Settings
 class Completion:
     """A finished response as text.
 
-    ``prompt`` is what the data file held, ``answer`` its reference answer (None where it has none), ``other_answers``
-    those that are as right; ``n_tokens`` of at most ``max_tokens`` count the end token; ``truncated``: the limit ended
-    it; ``columns``: all of its row, where a reward looks at them; ``messages``: what went through the chat template.
-    ``token_ids``: what was sampled, the end token included; None where only a text came, and where all rewards of a run
-    are built-in ones, which do without. ``step``: of ``total_steps`` optimizer steps, those that its weights had done.
+    - ``prompt``: what the data file held.
+    - ``answer``: its reference answer, None where it has none; ``other_answers`` are as right.
+    - ``n_tokens``, of at most ``max_tokens``: the end token included.
+    - ``truncated``: whether the limit ended it.
+    - ``columns``: all of its row, where a reward looks at them.
+    - ``messages``: what went through the chat template.
+    - ``token_ids``: what was sampled, the end token included; None where only a text came, and where all rewards of a
+      run are built-in ones, which do without.
+    - ``step``: of ``total_steps`` optimizer steps, those that its weights had done.
     """
 
     prompt: str

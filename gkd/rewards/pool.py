@@ -70,7 +70,7 @@ class RewardPool:
 
     def _evaluate(self, process: RewardProcess) -> None:
         """Work in turn on what waits, until the pool is closed."""
-        while items := self._next():
+        while items := self._take_waiting():
             name, futures = items[0][0], [future for _, _, its in items for future in its]
             try:
                 answers = process.evaluate(name, [group for _, group, _ in items], self._settings.timeout_s)
@@ -85,7 +85,7 @@ class RewardPool:
                     future.set_result(answer)
         process.close()
 
-    def _next(self) -> list[_RewardCall]:
+    def _take_waiting(self) -> list[_RewardCall]:
         """Wait for what is to be evaluated next: one item, or several of one async function; none once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)

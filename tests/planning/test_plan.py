@@ -17,7 +17,7 @@ from gkd.config.compose import compose
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
-from gkd.planning.layout import known_gpu_type, models_of
+from gkd.planning.layout import find_gpu_type, models_of
 from gkd.planning.measured.factors import _spread
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
@@ -224,4 +224,4 @@ def test_what_is_no_run_is_one_line(
     ],
 )
 def test_drivers_names_are_known(name: str, gib: float, gpu_type: str | None) -> None:
-    assert known_gpu_type(name, gib) == gpu_type
+    assert find_gpu_type(name, gib) == gpu_type

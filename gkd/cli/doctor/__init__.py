@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gkd.cli.doctor.finding import Finding, fail, ok
+from gkd.cli.doctor.finding import Finding, confirm, fail
 from gkd.errors import Parser, entry_point
 
 
@@ -78,7 +78,7 @@ def _cluster(named: str | None) -> Iterator[Finding]:
 
     address = cluster_address(named)
     if address is None:
-        yield ok("cluster", "none is named and none was started here: a run starts a private Ray")
+        yield confirm("cluster", "none is named and none was started here: a run starts a private Ray")
         return
     join(address, "RAY_ADDRESS" if named is None and "RAY_ADDRESS" in os.environ else "--address")
     try:

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gkd.cli.doctor import node as node_module
-from gkd.cli.doctor.finding import Finding, fail, ok, warn
+from gkd.cli.doctor.finding import Finding, confirm, fail, warn
 from gkd.errors import one_line
 
 ASK_TIMEOUT_S = 120.0  # a node's first task starts a process there
@@ -62,7 +62,7 @@ def check_cluster() -> Iterator[Finding]:
 
 def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
     """Yield what the nodes' facts mean together."""
-    yield ok("nodes", f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}")
+    yield confirm("nodes", f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}")
     yield from _addresses(nodes)
     yield from _clocks(nodes)
     yield from _versions(nodes)
@@ -101,7 +101,7 @@ def _addresses(nodes: list[NodeFacts]) -> Iterator[Finding]:
             "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between them before its node starts",
         )
     if not alone:
-        yield ok("address", f"{len(nodes)} nodes have an address that others can reach")
+        yield confirm("address", f"{len(nodes)} nodes have an address that others can reach")
 
 
 def _clocks(nodes: list[NodeFacts]) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def _clocks(nodes: list[NodeFacts]) -> Iterator[Finding]:
     for node in wrong:
         yield warn("clock", f"{node.name} is {node.clock_s:+.1f} s from this machine", "let NTP or chrony set it")
     if not wrong:
-        yield ok("clock", f"the same on {len(nodes)} nodes within {MAX_CLOCK_S:g} s")
+        yield confirm("clock", f"the same on {len(nodes)} nodes within {MAX_CLOCK_S:g} s")
 
 
 def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
             else:
                 yield fail("packages", f"{name}: {versions}", QUICKSTART)
     if not different:
-        yield ok("packages", f"{len(names)} the same on {len(nodes)} nodes")
+        yield confirm("packages", f"{len(names)} the same on {len(nodes)} nodes")
 
 
 def _gpus(node: NodeFacts) -> Finding:
@@ -140,7 +140,7 @@ def _gpus(node: NodeFacts) -> Finding:
             return warn(
                 "gpus", f"{node.name} simulates {n_ray} GPUs and has {n_real}", "start it without --simulate-gpus"
             )
-        return ok("gpus", f"{node.name} simulates {n_ray}: workers on them compute on the CPU")
+        return confirm("gpus", f"{node.name} simulates {n_ray}: workers on them compute on the CPU")
     if n_ray > n_real:
         return fail(
             "gpus",
@@ -153,4 +153,4 @@ def _gpus(node: NodeFacts) -> Finding:
             f"{node.name}: Ray hands out {n_ray} of the {n_real} GPUs that NVML sees",
             "unset CUDA_VISIBLE_DEVICES (and --num-gpus) where the node is started, unless that is meant",
         )
-    return ok("gpus", f"{node.name}: {n_ray} by Ray and by NVML")
+    return confirm("gpus", f"{node.name}: {n_ray} by Ray and by NVML")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from gkd.cli.doctor.finding import GIB, Finding, fail, ok, warn
+from gkd.cli.doctor.finding import GIB, Finding, confirm, fail, warn
 from gkd.cluster import gpu
 from gkd.errors import ConfigError
 
@@ -55,9 +55,9 @@ def read_gpus() -> Gpus | None:
 def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
     """Check which there are, and whether somebody else uses them."""
     if gpus is None or not gpus.names:
-        yield ok("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
+        yield confirm("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
         return
-    yield ok("gpus", f"{len(gpus.names)}, driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}")
+    yield confirm("gpus", f"{len(gpus.names)}, driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}")
     for index, (free, total) in enumerate(zip(gpus.free, gpus.total, strict=True)):
         if free < 0.9 * total:
             yield warn(
@@ -107,7 +107,7 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
     except (OSError, subprocess.TimeoutExpired) as error:
         wrong = str(error)
     if wrong is None:
-        yield ok("compiler", f"{compiler}, with Python.h in {headers}")
+        yield confirm("compiler", f"{compiler}, with Python.h in {headers}")
     else:
         yield fail("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
 
@@ -126,16 +126,16 @@ def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
         yield warn("mps", f"{control} does not answer: {error}", "end it, or start it again: runs would wait for it")
         return
     if done.returncode == 0:
-        yield ok("mps", f"runs in {where}: groups that share a GPU compute on it at the same time")
+        yield confirm("mps", f"runs in {where}: groups that share a GPU compute on it at the same time")
     else:
-        yield ok("mps", "does not run: groups that share a GPU compute on it in turn")
+        yield confirm("mps", "does not run: groups that share a GPU compute on it in turn")
 
 
 def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
     """Compare what torch finds (``facts``, of _PROBE) with the machine's GPUs."""
     version, cuda = metadata.version("torch"), facts["cuda"]
     if gpus is None or not gpus.names:
-        yield ok("torch", f"{version} on the CPU")
+        yield confirm("torch", f"{version} on the CPU")
         if not facts["gloo"]:
             yield fail("gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build")
         return
@@ -156,10 +156,10 @@ def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) 
             "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` prints",
         )
     else:
-        yield ok(
+        yield confirm(
             "torch", f"{version} with CUDA {cuda} sees {facts['count']} GPUs; the driver runs {driver[0]}.{driver[1]}"
         )
     if facts["nccl"] is None:
         yield fail("nccl", "torch was built without it, so GPUs cannot talk", "install torch's own CUDA build")
     else:
-        yield ok("nccl", str(facts["nccl"]))
+        yield confirm("nccl", str(facts["nccl"]))

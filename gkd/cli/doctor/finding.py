@@ -12,19 +12,19 @@ Level = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: its subject, what was found, and, unless that is ok, what to do."""
+    """Result of one check: its subject, what was observed, and, unless that is ok, what to do."""
 
     level: Level
     subject: str
-    found: str
+    observation: str
     do: str = ""
 
     def __str__(self) -> str:
         advice = f" -> {self.do}" if self.do else ""
-        return f"{self.level:8} {self.subject:14} {self.found}{advice}"
+        return f"{self.level:8} {self.subject:14} {self.observation}{advice}"
 
 
-def ok(subject: str, observation: str) -> Finding:
+def confirm(subject: str, observation: str) -> Finding:
     """Return that there is nothing to do."""
     return Finding("ok", subject, observation)
 

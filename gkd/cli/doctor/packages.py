@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gkd.cli.doctor.finding import Finding, fail, ok, warn
+from gkd.cli.doctor.finding import Finding, confirm, fail, warn
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -25,7 +25,7 @@ def check_python() -> Iterator[Finding]:
     here = ".".join(map(str, sys.version_info[:3]))
     allowed = _requires_python()
     if SpecifierSet(allowed).contains(here):
-        yield ok("python", f"{here} in {sys.prefix}")
+        yield confirm("python", f"{here} in {sys.prefix}")
     else:
         yield fail("python", f"{here}; supported is {allowed}", "install one of these and run ./launch/quickstart.sh")
 
@@ -44,7 +44,7 @@ def check_packages() -> Iterator[Finding]:
         else:
             yield fail("packages", problem, INSTALL)
     if right:
-        yield ok("packages", f"{len(right)} as supported: {', '.join(right)}")
+        yield confirm("packages", f"{len(right)} as supported: {', '.join(right)}")
     yield from _companions()
 
 

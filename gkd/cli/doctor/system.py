@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gkd.cli.doctor.finding import GIB, Finding, fail, ok, warn
+from gkd.cli.doctor.finding import GIB, Finding, confirm, fail, warn
 from gkd.cluster.session.port import is_free
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
@@ -25,7 +25,9 @@ def check_ports(own: bool) -> Iterator[Finding]:
     for port in busy_ports:
         yield warn("ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it")
     if not busy_ports:
-        yield ok("ports", "in use by the cluster started here" if own else f"{', '.join(map(str, PORTS))} are free")
+        yield confirm(
+            "ports", "in use by the cluster started here" if own else f"{', '.join(map(str, PORTS))} are free"
+        )
 
 
 def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
@@ -48,7 +50,7 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
                 "disk", f"{state}, but more than {RAY_FULL:.0%} full, where Ray stops", "make room, or set RAY_TMPDIR"
             )
         else:
-            yield ok("disk", state)
+            yield confirm("disk", state)
 
 
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
@@ -62,7 +64,7 @@ def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     elif size < required:
         yield warn("shared memory", f"{state}, or uses the disk, slowly", do)
     else:
-        yield ok("shared memory", state)
+        yield confirm("shared memory", state)
 
 
 def check_limits() -> Iterator[Finding]:
@@ -74,7 +76,7 @@ def check_limits() -> Iterator[Finding]:
     elif _is_below(files, FEW_FILES):
         yield warn("limits", f"ulimit -n is {files}", do)
     else:
-        yield ok("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
+        yield confirm("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
     if _is_below(processes, FEW_PROCESSES):
         yield warn("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
 

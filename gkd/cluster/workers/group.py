@@ -286,7 +286,7 @@ def attend_until_done(call: PendingCall, timeout_s: float, attend: Attend) -> No
         _, late = ray.wait(late, num_returns=len(late), timeout=0, fetch_local=False)
 
 
-def first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:
+def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:
     """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     waiting, deadline = list(owner), time.monotonic() + timeout_s

@@ -64,9 +64,9 @@ class RunState:
 class SavedCheckpoint:
     """A checkpoint, as ``state.json`` describes it.
 
-    ``config`` is the run's configuration; ``model`` the directory of the model that was trained, ``dtype`` what was
-    computed in; ``data`` fingerprints of its prompts; ``files`` the sums of all other files, by name within ``path``;
-    ``version`` that of the gkd that wrote it.
+    ``config`` is the run's configuration, ``model`` the directory of the model that was trained and ``dtype`` what was
+    computed in. ``data`` has fingerprints of its prompts, and ``files`` the sums of all other files, by name within
+    ``path``. ``version`` is that of the gkd that wrote it.
     """
 
     path: Path

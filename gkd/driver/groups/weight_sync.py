@@ -10,7 +10,7 @@ from gkd.actor.group import ActorGroup
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
-from gkd.cluster.workers.group import PendingCall, first_death, gather
+from gkd.cluster.workers.group import PendingCall, find_first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
@@ -57,7 +57,7 @@ class WeightSync:
         except RunFailed as failure:
             # What an actor that died was sending is missed elsewhere, maybe before its death is known.
             calls = [self.actor.group.submit_control("state.read_applied")]
-            death = None if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
+            death = None if isinstance(failure, WorkerDied) else find_first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise
             raise WorkerDied(f"{death}; {failure}") from None
@@ -223,7 +223,7 @@ class WeightSync:
             return gather(calls, self._measure_left())
         except RunFailed as failure:
             # Whoever lost its partner may report that before Ray has noticed the death that is behind it.
-            death = failure if isinstance(failure, WorkerDied) else first_death(calls, DEATH_IS_KNOWN_S)
+            death = failure if isinstance(failure, WorkerDied) else find_first_death(calls, DEATH_IS_KNOWN_S)
             if death is None:
                 raise
             raise WorkerDied(f"{death}; the others were in the middle of {activity()} and wait for it") from None

@@ -36,11 +36,11 @@ class RequestedValidation:
 class Validation:
     """Measures the student on the same held-out prompts again and again.
 
-    ``val/accuracy`` is the share of greedy answers that are right, measured where the data has answers;
-    ``val/reward/*`` the run's own rewards of the greedy answers, measured where it has rewards;
-    ``val/reverse_kl`` the mean over response tokens of KL(student || teacher), in nats, on one response a prompt
-    sampled from the student at temperature 1, measured where there is a teacher; ``val/loss`` the cross-entropy of the
-    data's own answers, where ``answers`` are what is learned from.
+    - ``val/accuracy``: the share of greedy answers that are right, measured where the data has answers.
+    - ``val/reward/*``: the run's own rewards of the greedy answers, measured where it has rewards.
+    - ``val/reverse_kl``: the mean over response tokens of KL(student || teacher), in nats, on one response a prompt
+      sampled from the student at temperature 1, measured where there is a teacher.
+    - ``val/loss``: the cross-entropy of the data's own answers, where ``answers`` are what is learned from.
     """
 
     def __init__(

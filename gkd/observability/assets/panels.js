@@ -65,9 +65,9 @@ const Panels = (() => {
   const charts = (runs, places) => {
     const left = new Set(names(runs).filter(name => !SKIPPED.test(name)));
     for (const [panel, title, pattern] of RULES) {
-      const found = [...left].filter(name => pattern.test(name));
-      found.forEach(name => left.delete(name));
-      const groups = title === null ? found.map(name => [name, [name]]) : found.length ? [[title, found]] : [];
+      const matches = [...left].filter(name => pattern.test(name));
+      matches.forEach(name => left.delete(name));
+      const groups = title === null ? matches.map(name => [name, [name]]) : matches.length ? [[title, matches]] : [];
       for (const [heading, metrics] of groups) {
         const drawn = lines(runs, metrics);
         if (runs.length === 1 && hasInterval(runs[0], heading)) drawn.push(...interval(runs[0], heading));
@@ -99,13 +99,13 @@ const Panels = (() => {
     const groups = [...new Set(names(runs).map(name => (/^memory\/([^/]+)\/\w+_gb$/.exec(name) || [])[1]).filter(Boolean))];
     for (const group of groups) {
       const pattern = new RegExp(`^memory/${group}/\\w+_gb$`);
-      const found = lines(runs, names(runs).filter(name => pattern.test(name)));
+      const series = lines(runs, names(runs).filter(name => pattern.test(name)));
       runs.forEach((run, r) => {
         if (run.plan[group] === undefined) return;
         const label = runs.length > 1 ? `${run.name} planned` : 'planned';
-        found.push({ label, metric: null, steps: run.steps, values: run.steps.map(() => run.plan[group]), colour: 7, dash: 1 });
+        series.push({ label, metric: null, steps: run.steps, values: run.steps.map(() => run.plan[group]), colour: 7, dash: 1 });
       });
-      Charts.draw(parent, `${group}: GB of its largest worker`, found, []);
+      Charts.draw(parent, `${group}: GB of its largest worker`, series, []);
     }
     for (const name of names(runs).filter(name => /^memory\/.*\/(alloc_retries|ooms)$/.test(name)))
       if (runs.some(run => (run.metrics[name] || []).some(value => value > 0)))

@@ -117,17 +117,17 @@ const Samples = (() => {
     const rows = () => {
       const word = search.value.toLowerCase();
       const get = columns[by][1], sign = down ? -1 : 1;
-      const found = word ? all.filter(s => `${s.prompt}\n${s.response}`.toLowerCase().includes(word)) : [...all];
+      const matches = word ? all.filter(s => `${s.prompt}\n${s.response}`.toLowerCase().includes(word)) : [...all];
       const none = value => value === null || value === undefined;
-      return found.sort((a, b) => {
+      return matches.sort((a, b) => {
         const x = get(a), y = get(b);
         if (none(x) || none(y)) return none(x) - none(y);
         return (x < y ? -1 : x > y ? 1 : 0) * sign;
       });
     };
     const fill = () => {
-      const found = rows();
-      body.replaceChildren(...found.slice(0, shown).flatMap(sample => {
+      const matches = rows();
+      body.replaceChildren(...matches.slice(0, shown).flatMap(sample => {
         const row = el('tr', { tabindex: 0, class: sample === open ? 'open' : null },
           ...columns.map(([, get, number]) => el('td', { class: number ? 'n' : 'text mono', title: null },
             typeof get(sample) === 'number' ? figure(get(sample)) : (get(sample) ?? '').slice(0, 200))));
@@ -136,8 +136,8 @@ const Samples = (() => {
         row.addEventListener('keydown', event => { if (event.key === 'Enter') toggle(); });
         return sample === open ? [row, el('tr', {}, el('td', { colspan: columns.length }, expand(all, sample)))] : [row];
       }));
-      more.hidden = found.length <= shown;
-      count.textContent = ` ${Math.min(shown, found.length)} of ${found.length} samples`;
+      more.hidden = matches.length <= shown;
+      count.textContent = ` ${Math.min(shown, matches.length)} of ${matches.length} samples`;
     };
     const heads = columns.map(([name, , number], i) => el('th', { class: number ? 'n' : null }, el('button', {
       type: 'button', onclick: () => { down = by === i ? !down : number; by = i; shown = PAGE; hide(); fill(); },

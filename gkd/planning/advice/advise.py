@@ -1,8 +1,8 @@
 """What to change when a group does not fit: the smallest sets of changes that do, by level; and the check before a run.
 
-Changes are tried, not guessed (:mod:`gkd.planning.advice.changes`): level 1 trains the same, slower; level 2 takes
-more GPUs; level 3 takes memory elsewhere or shortens texts; level 4 trains less of the model. The estimate is good to
-some per cent, so a run that misses by less than :data:`TOLERANCE` is warned and starts.
+Changes are tried, not guessed (:mod:`gkd.planning.advice.changes`). Those of level 1 train the same, slower. Level 2
+takes more GPUs. Level 3 takes memory elsewhere or shortens texts. Level 4 trains less of the model. The estimate is
+good to some per cent, so a run that misses by less than :data:`TOLERANCE` is warned and starts.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
     return settings
 
 
-def planned_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
+def plan_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
     """Return settings of sampling engines that are planned where they are null; arguments of :func:`require_memory`."""
     layouts, rollout = _layouts(config, models, gpu_bytes_by_group), config.rollout
     layout = layouts.get("rollout", layouts.get(None))

@@ -192,7 +192,7 @@ def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) 
 
     ``ahead``: actor and engines work at the same time, else one after the other.
     """
-    scoring = _Mixes.empty()
+    scoring = _Mixes.make_empty()
     for section, of in sizes.items():
         if section not in ("trainer", "rollout"):
             scoring = scoring.join_group(of, n_gpus)
@@ -225,7 +225,7 @@ class _Mixes:
     chosen: NDArray[np.int64]
 
     @staticmethod
-    def empty() -> _Mixes:
+    def make_empty() -> _Mixes:
         """Return the combination of no groups."""
         return _Mixes(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
 

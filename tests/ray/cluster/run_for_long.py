@@ -1,7 +1,7 @@
 """A run that takes its workers, tells where it is, and stays until it is ended from outside.
 
-With the argument `starting` it tells before Ray starts, to be ended while Ray does; `impatient` shortens the deadline
-of giving back; `waiting` waits for a call and has a second to finish without Ray's control service; `joined` does
+With the argument `starting` it tells before Ray starts, to be ended while Ray does. `impatient` shortens the deadline
+of giving back. `waiting` waits for a call and has a second to finish without Ray's control service; `joined` does
 so on the cluster that RAY_ADDRESS names. Otherwise it has done what it had to do when that is gone.
 """
 
