@@ -66,11 +66,12 @@ def score_rows(
     scored = ScoredRows.allocate(len(token_ids), shape, hidden.is_cuda)
     for start in range(0, len(token_ids), n_rows):
         some = slice(start, start + n_rows)
-        scored.put(start, _score(head(hidden[some]), token_ids[some], shape))
+        scored.put(start, score_logits(head(hidden[some]), token_ids[some], shape))
     return scored
 
 
-def _score(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:
+def score_logits(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:
+    """Score ``token_ids`` [n] by the logits [n, V] that predict them; where these are."""
     # In float32, and the division too: bfloat16 logits would be rounded a second time.
     logits = logits[:, : shape.rows].float()
     if shape.temperature != 1.0:

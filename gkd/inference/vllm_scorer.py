@@ -2,7 +2,8 @@
 
 vLLM gives, with ``prompt_logprobs=K``, one row of K + 1 entries for every prompt token but the first: the token itself,
 then the K most likely ones in falling order (the token once more when it is among them). A Target is therefore a slice
-of them for each span of positions. Five things are not as one would expect:
+of them for each span of positions; on GPUs no others are scored (:mod:`gkd.inference.vllm_spans`). Five things are not
+as one would expect:
 
 - ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
   :meth:`VLLMScorer._tap`.
@@ -39,6 +40,7 @@ from gkd.inference.vllm_lifecycle import (
     wake,
 )
 from gkd.inference.vllm_logits import SetShape, Shape
+from gkd.inference.vllm_spans import find_span_rows, spans_argument
 from gkd.types import Int32, Target
 
 if TYPE_CHECKING:
@@ -234,6 +236,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_reading_prefix_cache=not reads_cache,
+            extra_args=spans_argument(request.spans),
         )
         internal = self.llm_engine.add_request(str(key), tokens_input(request.token_ids.tolist()), params)
         self._running[key] = running = _RunningRequest(request, self._bytes(request), reads_cache)
@@ -254,12 +257,12 @@ def _target(request: ScoreRequest, chunks: list[Any], whole: bool) -> Target:
 
     ``whole``: there is no token beyond the top K.
     """
-    n = len(request.token_ids)
-    # The last row is that of the last token.
-    places = [slice(start - n, stop - n or None) for start, stop in request.spans]
+    n_rows = sum(len(chunk.logprobs) for chunk in chunks)
+    places = find_span_rows(n_rows, request.spans, len(request.token_ids))
     ids = _rows([chunk.logprob_token_ids for chunk in chunks], places)
     logprobs = _rows([chunk.logprobs for chunk in chunks], places)
-    if not np.array_equal(ids[:, 0], np.concatenate([request.token_ids[place] for place in places])):
+    tokens = np.concatenate([request.token_ids[start:stop] for start, stop in request.spans])
+    if not np.array_equal(ids[:, 0], tokens):
         raise RunFailed("vLLM's rows are not those of the scored tokens: this version orders them differently")
     return Target(
         np.ascontiguousarray(logprobs[:, 0]),

@@ -17,7 +17,7 @@ class Rows(NamedTuple):
     selected_token_ranks: torch.Tensor
 
 
-def take_apart(scores: torch.Tensor, k: int, token_ids: torch.Tensor, logits_mode: bool = False) -> Rows:
+def take_apart(scores: torch.Tensor, k: int, token_ids: torch.Tensor) -> Rows:
     ids = torch.cat([token_ids[:, None], scores.topk(k).indices], 1)
     return Rows(ids.int(), scores.gather(1, ids), torch.zeros(len(scores), dtype=torch.int32))
 
@@ -35,10 +35,9 @@ def test_tails_equal_sums_in_float64(rest: float) -> None:
     logits = peaked(50, 1000, rest)
     top = logits.topk(5).indices
     exact = torch.softmax(logits, -1).scatter(-1, top, 0.0).sum(-1)
-    for scores, normalised in ((logits.float(), False), (torch.log_softmax(logits.float(), -1), True)):
-        tails = tail_logprobs(scores, top, normalised)
-        assert tails.dtype == torch.float32
-        torch.testing.assert_close(tails.double().exp(), exact, rtol=2e-5, atol=0)
+    tails = tail_logprobs(torch.log_softmax(logits.float(), -1), top)
+    assert tails.dtype == torch.float32
+    torch.testing.assert_close(tails.double().exp(), exact, rtol=2e-5, atol=0)
     if rest == 22.0:
         assert (exact > 1e-9).all() and (exact < 1e-6).all()
         subtracted = 1 - torch.log_softmax(logits.float(), -1).gather(-1, top).exp().sum(-1)
@@ -57,9 +56,8 @@ def test_rows_are_summed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tail_logprobs(logits[:0], top[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_tails_travel_in_place_of_ranks(normalised: bool) -> None:
+def test_tails_travel_in_place_of_ranks() -> None:
     """The token itself, which is the first of its row, is no part of the top K."""
     scores: Any = torch.log_softmax(peaked(4, 100, 20.0).float(), -1)
-    rows = _with_tails(take_apart, normalised)(scores, 5, torch.tensor([0, 7, 99, 8]))
+    rows = _with_tails(take_apart)(scores, 5, torch.tensor([0, 7, 99, 8]))
     torch.testing.assert_close(tails_of(rows), tail_logprobs(scores, scores.topk(5).indices))
