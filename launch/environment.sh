@@ -19,7 +19,8 @@ find_python() {
 }
 
 find_device() {
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi
+  # Its whole output first: under pipefail a grep that ends early would end nvidia-smi by a signal, and find no GPU.
+  if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then echo cuda; else echo cpu; fi
 }
 
 require_compiler() {  # PYTHON: what Triton builds GPU kernels with, at run time

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MOST_PINNED = 256 << 20  # bytes of a tensor
+
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
@@ -35,8 +37,12 @@ class ScoredRows:
 
     @staticmethod
     def allocate(n: int, shape: RowShape, pinned: bool) -> ScoredRows:
-        """Allocate the host's memory for ``n`` positions, ``pinned`` so that a GPU writes beside other work."""
+        """Allocate the host's memory for ``n`` positions, ``pinned`` so that a GPU writes beside other work.
+
+        What is large is not pinned, as torch never gives pinned memory back: then a GPU is waited for.
+        """
         k, has_tails = shape.top_k, 0 < shape.top_k < shape.rows
+        pinned = pinned and 4 * n * max(1, k) <= MOST_PINNED
         return ScoredRows(
             torch.empty(n, pin_memory=pinned),
             torch.empty((n, k), dtype=torch.int32, pin_memory=pinned),

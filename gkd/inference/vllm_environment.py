@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,17 +15,17 @@ _OF_BUNDLE = re.compile(r"GPU_group_(\d+)_[0-9a-f]+")
 
 
 def compile_apart(device: Device) -> None:
-    """Have vLLM keep what it compiles for GPUs in a directory by the GPUs that this process sees.
+    """Have vLLM keep what it compiles for GPUs in a directory by the node and the GPUs that this process sees.
 
-    Engines of one model that start at the same time on different GPUs would write the same files. Before the process'
-    engine starts.
+    Engines of one model that start at the same time on different GPUs would write the same files, on several nodes too
+    where these share a home. Before the process' engine starts.
     """
     if device == "cuda":
         from vllm import envs
 
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
         # Not from vLLM alone: in a process that has had an engine it is what the variable was then.
-        root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"gpu-{gpus}"
+        root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"{platform.node()}-gpu-{gpus}"
         os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
 
 

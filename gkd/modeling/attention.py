@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 NAME = "gkd_packed"
 ASIDE = "gkd_packed_aside"
+WIDEST_HEAD, HEAD_STEP = 256, 8  # what flash attention's kernels take
 # Arguments by which a model selects an attention that is not the plain one; computing without them would be wrong.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -37,33 +38,44 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each of the S sequences of ``cu_seq_lens_q`` [S + 1].
 
-    query [1, H, L, D], key and value [1, G, L, D]; returns [1, L, H, D] and no weights. Raises ValueError for
-    attention variants it does not compute, a mask of the model's own among them (Doge adds one to its scores).
+    query [1, H, L, D], key and value [1, G, L, D], values of some models narrower (MLA); returns [1, L, H, D] with the
+    values' D, and no weights. Raises ValueError for attention variants it does not compute, a mask of the model's own
+    among them (Doge adds one to its scores).
     """
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("attention_mask")
     if unsupported or cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"packed attention lacks sequence bounds or does not compute {unsupported}")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query.shape[-1]):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
     return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
 
 
+def kernel_takes(size: int) -> bool:
+    """Return whether flash attention's kernel has heads of ``size``; Gemma 4 has some of 512."""
+    return size <= WIDEST_HEAD and size % HEAD_STEP == 0
+
+
 def _variable_length(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
 ) -> Tensor:
-    """Run flash attention's kernel for sequences of any lengths: q [L, H, D], k and v [L, G, D] -> [L, H, D]."""
+    """Run flash attention's kernel for sequences of any lengths: q [L, H, D], k and v [L, G, D] -> [L, H, D].
+
+    It has one width for all three, so narrower values are padded with zeros, which come out as zeros.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     bounds = (-1 if window is None else window - 1, 0)
     grouped: dict[str, Any] = (
         {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     )
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=bounds, **grouped)
+    width = v.shape[-1]
+    wide = v if width == q.shape[-1] else pad(v, (0, q.shape[-1] - width))
+    out = varlen_attn(q, k, wide, cu, cu, longest, longest, scale=scale, window_size=bounds, **grouped)
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :width]
 
 
 @cache

@@ -5,6 +5,7 @@ Shapes: S sequences, L tokens in all, M the longest, D the hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from gkd.errors import one_line
 from gkd.modeling import attention
 from gkd.modeling.architecture import can_pack, exact_attention
 from gkd.modeling.head import get_backbone
+
+log = logging.getLogger("gkd")
 
 
 def choose_attention(config: PretrainedConfig) -> str:
@@ -68,7 +72,11 @@ def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
     ids = (7 * torch.arange(first + second, device=device) + 1) % lm.config.get_text_config().vocab_size
     try:
         both = _run_packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
-    except (ValueError, TypeError):  # attention without bounds, layers that take no such arguments
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        # Attention without bounds, layers that take no such arguments, and kernels that do not take their shapes.
+        log.info("%s is computed with padding: %s", type(lm).__name__, one_line(error))
         return False
     lm.set_attn_implementation(exact_attention(lm.config))
     alone = _run_below(lm, ids[None, first:])[0]

@@ -233,6 +233,7 @@ def varlen_attn(
     """Stand for the kernel that torch has on GPUs alone, [L, H, D]: the same mathematics in float32."""
     assert isinstance(cu_seq_q, OnDevice) and cu_seq_q.dtype == torch.int32 and query.dtype == torch.bfloat16
     assert enable_gqa or query.shape[1] == key.shape[1]
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256  # the kernel's result has the queries' width
     ends, parts = cu_seq_q.tolist(), []
     assert max_q == max_k == max(b - a for a, b in pairwise(ends))
     for start, end in pairwise(ends):

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.modeling import attention
+from gkd.modeling.backbone import is_packed, pack_or_pad
 
 KEYS, QUERIES, SIZE = 2, 14, 16
 BOUNDS = torch.tensor([0, 3, 10, 11], dtype=torch.int32)
@@ -21,6 +23,7 @@ def torch_2_11(
     return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
     """Causal attention with the arguments of torch 2.11, where groups of heads are implicit."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]  # the result has the queries' width
     assert cu_seq_q is cu_seq_k
     assert max_q == max_k
     assert window_size[1] == 0
@@ -54,6 +57,56 @@ def test_every_supported_torch_is_called_as_it_wants(
     for start, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
         expected = by_hand(q[start:end], k[start:end], v[start:end], 0.3, window)
         torch.testing.assert_close(out[start:end], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [torch_2_11, torch_2_13])
+def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
+    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in DeepSeek's multi-head latent attention, and so do their gradients."""
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(11, KEYS, size, requires_grad=True) for size in (24, 24, 16))
+    out = attention._variable_length(q, k, v, 0.3, None, BOUNDS, 7)
+    assert out.shape == (11, KEYS, 16)
+    bounds = zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True)
+    expected = torch.cat([by_hand(q[a:b], k[a:b], v[a:b], 0.3, None) for a, b in bounds])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    slope = torch.randn_like(out)
+    grads = (torch.autograd.grad(its, (q, k, v), slope) for its in (out, expected))
+    for own, others in zip(*grads, strict=True):
+        torch.testing.assert_close(own, others, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_is_not_given_heads_that_it_does_not_have() -> None:
+    assert [size for size in (16, 64, 80, 100, 128, 256, 264, 512) if attention.kernel_takes(size)] == [
+        16, 64, 80, 128, 256,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "packs"), [(RuntimeError("FlashAttention: head dimension at most 256"), False), (None, True)]
+)
+def test_a_model_whose_kernel_refuses_its_shapes_is_padded(
+    error: Exception | None, packs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=40, attn_implementation=attention.NAME)
+    model = LlamaForCausalLM(config)
+
+    def refuse(*_: object) -> Tensor:
+        raise error or AssertionError
+
+    if error is not None:
+        monkeypatch.setattr(attention, "_attend_padded", refuse)
+    caplog.set_level("INFO", "gkd")
+    pack_or_pad(model)
+    assert is_packed(model) == packs and len(caplog.messages) == (not packs)
+    error = torch.OutOfMemoryError("out of memory")  # which says nothing of the model
+    monkeypatch.setattr(attention, "_attend_padded", refuse)
+    model.set_attn_implementation(attention.NAME)
+    with pytest.raises(torch.OutOfMemoryError):
+        pack_or_pad(model)
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -28,15 +28,15 @@ def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.Monke
     monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     (finding,) = devices.check_compiler(H200)
     assert finding.level == "failed"
-    assert f"{tmp_path}/Python.h" in finding.found
+    assert f"{tmp_path}/Python.h" in finding.observation
     assert "python3-dev" in finding.do
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     (finding,) = devices.check_compiler(H200)
-    assert os.strerror(errno.ENOENT) in finding.found
+    assert os.strerror(errno.ENOENT) in finding.observation
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     (finding,) = devices.check_compiler(H200)
-    assert contains_in_order(finding.found, "CC", "gcc", "clang")
+    assert contains_in_order(finding.observation, "CC", "gcc", "clang")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_whether_mps_runs_is_asked_of_its_control(
     control.chmod(0o755)
     (finding,) = devices.check_mps(H200)
     assert (finding.level, finding.subject) == (level, "mps")
-    assert re.search(pattern, finding.found)
+    assert re.search(pattern, finding.observation)
     assert [*devices.check_mps(None)] == []
 
 
@@ -133,3 +133,26 @@ def test_a_node_need_not_have_this_project() -> None:
     facts = json.loads(done.stdout)
     assert facts["versions"]["gkd"] == "missing"
     assert facts["versions"]["ray"] == node.collect_facts(("ray",))["versions"]["ray"]
+
+
+@pytest.mark.parametrize(
+    ("smi", "device"),
+    [
+        ("for i in $(seq 8); do echo GPU $i; sleep 0.01; done", "cuda"),
+        ("echo No devices were found; exit 6", "cpu"),
+        (None, "cpu"),
+    ],
+)
+def test_what_is_installed_is_for_the_gpus_that_there_are(smi: str | None, device: str, tmp_path: Path) -> None:
+    """Whether they are printed at once or line by line."""
+    tools = {name: shutil.which(name) or name for name in ("bash", "seq", "sleep", "dirname")}
+    for name, path in tools.items():
+        (tmp_path / name).symlink_to(path)
+    if smi is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!{tools['bash']}\n{smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    command = f"set -euo pipefail; source {ROOT}/launch/environment.sh; find_device"
+    done = subprocess.run(
+        ["bash", "-c", command], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == device
