@@ -197,12 +197,12 @@ class EngineGroup:
         self._fleet.change(ENGINES, engine, HealthEvent.READY)
 
     def _expect_scorers(self, expected: Iterable[ExpectedReplica], engines: Sequence[int]) -> None:
-        """Have clients wait for scorers that are being started, where there is no other."""
+        """Have clients wait for scorers that are being started, and prefer others to those that are suspect."""
         for its in expected:
             for engine in engines:
                 self.group.workers[engine].control.remote("pipeline.expect_scorer", *its)
             if its.model in self._clients:
-                self._clients[its.model].expect(its.name, its.within_s, its.address)
+                self._clients[its.model].expect(its.name, its.within_s, its.address, its.suspect)
 
     def _warn_of_followers(self) -> None:
         """Name the parts of engines that have failed, which is why their leaders end."""

@@ -72,10 +72,10 @@ class ScoringPipeline:
             self._clients[name] = ScoringClient(**arguments)
             self._clients[name].connect()
 
-    def expect_scorer(self, scorer: str, name: str, within_s: float, address: str) -> None:
-        """Wait for a server that is being started; as :meth:`gkd.scoring.client.ScoringClient.expect`."""
+    def expect_scorer(self, scorer: str, name: str, within_s: float, address: str, suspect: bool) -> None:
+        """Wait for a server that is started or suspect; as :meth:`gkd.scoring.client.ScoringClient.expect`."""
         if scorer in self._clients:
-            self._clients[scorer].expect(name, within_s, address)
+            self._clients[scorer].expect(name, within_s, address, suspect)
 
     def submit(self, sample: Sample) -> None:
         """Start scoring a finished sample; never blocks."""

@@ -99,12 +99,12 @@ class ScoringClient:
                 ) from None
         return welcomes
 
-    def expect(self, name: str, within_s: float, address: str) -> None:
+    def expect(self, name: str, within_s: float, address: str, suspect: bool = False) -> None:
         """Have requests wait, where no replica is there, for the one that comes back ``within_s``, at ``address``.
 
-        ``name``: its address at first.
+        ``name``: its address at first. ``suspect``: others are preferred to it, up to the next call.
         """
-        self._dispatcher.expect(name, within_s, address)
+        self._dispatcher.expect(name, within_s, address, suspect)
 
     @overload
     def submit(self, request: ScoreRequest, order: tuple[float, int] = ...) -> Future[Target]: ...

@@ -92,15 +92,16 @@ class Dispatcher:
                 return
         pending.future.set_exception(self._end)
 
-    def expect(self, name: str, within_s: float, address: str) -> None:
-        """Wait for the replica ``name``, which is away, at least ``within_s`` from now, at ``address``.
+    def expect(self, name: str, within_s: float, address: str, suspect: bool = False) -> None:
+        """Wait for the replica ``name``, which may be away, at least ``within_s`` from now, at ``address``.
 
-        From any thread.
+        While it is ``suspect``, up to the next call, requests go to others that answer. From any thread.
         """
         for replica in self.replicas:
             if replica.name == name:
                 replica.expected_until = time.monotonic() + within_s
                 replica.address = address
+                replica.suspect = suspect
 
     def close(self) -> None:
         """End the thread; what is under way fails."""
@@ -144,6 +145,7 @@ class Dispatcher:
             if not replica.beat(now):
                 self._lose(replica, "stopped answering")
             self._expire(replica, now)
+        self._move_from_suspects()
         self._give_up(now)
         self._send_waiting(now)
 
@@ -252,6 +254,20 @@ class Dispatcher:
             replica.abandoned.add(pending.id)
             self._try_again(pending, "no answer")
 
+    def _move_from_suspects(self) -> None:
+        """Have others do what suspect replicas were sent, where there are others; the first answer counts.
+
+        Once for each request, and beside its attempts: one that all replicas are slow with is not passed on and on.
+        """
+        if not self._answering or self._answering[0].suspect:
+            return
+        for replica in [replica for replica in self.replicas if replica.suspect]:
+            for pending in [its for its in replica.outstanding.values() if not its.moved]:
+                del replica.outstanding[pending.id]
+                replica.abandoned.add(pending.id)
+                pending.moved, pending.attempts = True, pending.attempts - 1
+                self._try_again(pending, "does nothing")
+
     def _try_again(self, pending: PendingRequest, reason: str) -> None:
         assert pending.replica is not None, "a request that was never sent cannot fail"
         pending.history.append(f"{pending.replica.address} {reason} ({time.monotonic() - pending.sent:.1f} s)")
@@ -305,10 +321,15 @@ class Dispatcher:
         for pending in kept:
             heapq.heappush(self._waiting, pending)
 
+    @property
+    def _answering(self) -> list[Replica]:
+        """The replicas that answer, without the suspect ones unless all are."""
+        answering = [replica for replica in self.replicas if replica.welcome is not None]
+        return [replica for replica in answering if not replica.suspect] or answering
+
     def _replica_for(self, pending: PendingRequest) -> Replica | None:
         """Return the least busy replica, another than the last time if there is one; None where none has room."""
-        answering = [replica for replica in self.replicas if replica.welcome is not None]
-        others = [replica for replica in answering if replica is not pending.replica] or answering
+        others = [replica for replica in self._answering if replica is not pending.replica] or self._answering
         free = [replica for replica in others if replica.has_room]
         return min(free, key=lambda r: r.load) if free else None
 

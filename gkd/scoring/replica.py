@@ -38,6 +38,7 @@ class PendingRequest:
     sent: float = 0.0
     deadline: float = 0.0
     replica: Replica | None = None
+    moved: bool = False  # from a suspect replica to another one
     history: list[str] = field(default_factory=list)
 
     def __lt__(self, other: PendingRequest) -> bool:
@@ -47,8 +48,8 @@ class PendingRequest:
 class Replica:
     """A DEALER socket to one address. It is out until the server has answered a greeting.
 
-    ``scorer`` names the model. ``name`` is the first address; :attr:`address` is where it is now, and may be set from
-    any thread.
+    ``scorer`` names the model. ``name`` is the first address. :attr:`address` is where it is now, and while it is
+    :attr:`suspect` others are preferred; both may be set from any thread.
 
     The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
     waits in it for a server that is not there, to be sent when nobody wants the answer any more.
@@ -65,6 +66,7 @@ class Replica:
         scorer: str,
     ) -> None:
         self.name = self.address = name
+        self.suspect = False
         self._context, self._key, self._heartbeat_s = context, key, heartbeat_s
         self._n_clients, self._largest_reply, self._scorer = n_clients, largest_reply, scorer
         self.busy_until = 0.0

@@ -38,13 +38,15 @@ class ScorerModel:
 class ExpectedReplica(NamedTuple):
     """A replica that may be away for ``within_s``: requests are to wait for it where there is no other one.
 
-    ``name`` is the address that its clients began with, ``address`` where it is or comes back.
+    ``name`` is the address that its clients began with, ``address`` where it is or comes back. While it is ``suspect``
+    requests go to others where there are any.
     """
 
     model: str
     name: str
     within_s: float
     address: str
+    suspect: bool = False
 
 
 @dataclass(slots=True)
@@ -147,23 +149,23 @@ class ScorerWatch:
         hanging = replicas.heartbeat.find_hanging(self.fleet.members(model, *WORKING))
         for member in self.fleet.members(model, *WORKING):
             silent = replicas.heartbeat.silent_s(member) > limit / 2
-            if silent and self.fleet.health(model, member) is Health.HEALTHY:
-                self._expect(model, member, limit)
-            self.fleet.change(model, member, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
+            before = self.fleet.health(model, member)
+            if self.fleet.change(model, member, HealthEvent.SILENT if silent else HealthEvent.ANSWERED) is not before:
+                self._expect(model, member, limit if silent else 0.0)
         for member in hanging:
             section = model.partition(":")[0]
             text = f"{replicas.group.reports[member]} has done nothing for {limit:g} s ({section}.request_timeout_s)"
             self._lose(model, member, WorkerHung(text))
 
     def _expect(self, model: str, member: int, within_s: float) -> None:
-        its = self._models[model]
-        self._expected.append(ExpectedReplica(model, its.names[member], within_s, its.of.addresses[member]))
+        its, suspect = self._models[model], self.fleet.health(model, member) is Health.SUSPECT
+        self._expected.append(ExpectedReplica(model, its.names[member], within_s, its.of.addresses[member], suspect))
 
     def absent_replicas(self) -> list[ExpectedReplica]:
-        """Return the replicas that are being started now, and those that have moved; for clients that begin."""
+        """Return the replicas that are being started now, have moved, or are suspect; for clients that begin."""
         return [
-            ExpectedReplica(model, name, its.of.start_timeout_s, address)
+            ExpectedReplica(model, name, its.of.start_timeout_s, address, health is Health.SUSPECT)
             for model, its in self._models.items()
             for member, (name, address) in enumerate(zip(its.names, its.of.addresses, strict=True))
-            if name != address or self.fleet.health(model, member) not in WORKING
+            if (health := self.fleet.health(model, member)) is not Health.HEALTHY or name != address
         ]

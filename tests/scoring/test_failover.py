@@ -137,6 +137,38 @@ def test_requests_follow_a_server_to_another_address(serve: Serve, connect: Conn
     assert [running.engine.worked_on for running in servers[1:]] == [2, 1]
 
 
+def test_a_suspect_replica_gets_no_requests_and_others_do_what_it_has(serve: Serve, connect: Connect) -> None:
+    """Until it works again; its heartbeats are fine all the time, and a request has half a minute."""
+    hanging, other = serve(TableEngine(delay_s=60.0)), serve()
+    address = hanging.server.address
+    client = connect(address, other.server.address, request_timeout_s=30.0)
+    client.connect(30)
+    futures = [client.submit(a_score(i)) for i in range(6)]
+    assert eventually(lambda: len(client._dispatcher.replicas[0].outstanding) > 0)
+    client.expect(address, 30.0, address, suspect=True)
+    futures += [client.submit(a_score(i)) for i in range(6, 12)]
+    assert all_right(futures, 10.0)
+    assert client.counts.get("lost", 0) == 0 and other.engine.worked_on == 12
+    client.expect(address, 0.0, address)
+    hanging.engine.hurry.set()
+    assert eventually(lambda: client.submit(a_score(0)).result(10) and hanging.engine.worked_on > 6)
+
+
+def test_a_request_leaves_a_suspect_replica_once_and_without_an_attempt(serve: Serve, connect: Connect) -> None:
+    """Where all are suspect they are asked as always; one that hangs everywhere fails after as many attempts."""
+    hanging = [serve(TableEngine(delay_s=60.0)) for _ in range(2)]
+    first, second = (running.server.address for running in hanging)
+    client = connect(first, second, request_timeout_s=2.0, max_attempts=2)
+    client.connect(30)
+    client.expect(first, 30.0, first, suspect=True)
+    client.expect(second, 30.0, second, suspect=True)
+    future = client.submit(a_score())
+    assert eventually(lambda: any(replica.outstanding for replica in client._dispatcher.replicas))
+    client.expect(second, 30.0, second)  # the less loaded of two is the first
+    with pytest.raises(ScorerUnavailable, match=rf"2 attempts .*: {first} does nothing .*; {second} no answer .*; "):
+        future.result(30)
+
+
 def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
     running = serve(TableEngine(delay_s=1.5))
     client = connect(running.server.address, request_timeout_s=0.3, max_attempts=2)
