@@ -56,6 +56,7 @@ class RankState:
     def take_over(self, kept: RankSnapshot) -> None:
         """Go on with what the process before this one had."""
         put_part(self._optimizer, kept.part)
+        self._trainer.reread_optimizer()
         self._trainer.old, self._trainer.reference = kept.old, kept.reference
         self._staging.set(kept.applied, kept.rows)
 
@@ -74,6 +75,7 @@ class RankState:
     def load(self, files: Sequence[str], step: int) -> None:
         """Go on with what all ranks of some number wrote after ``step``."""
         load_state(self._student, self._optimizer, [Path(file) for file in files])
+        self._trainer.reread_optimizer()
         self._staging.set(AppliedUpdate(step))
 
     @record_activity("save")

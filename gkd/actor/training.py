@@ -68,6 +68,7 @@ class RankTrainer:
         self._version = 0  # of the weights that the present step starts from
         self._sums: MetricSums | None = None  # of the chunks since the last update
         self._failed: OutOfMemory | None = None
+        self._n_updates: int | None = None  # of the optimizer, which may have the number on the GPU; None: to be read
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
     @property
@@ -96,6 +97,10 @@ class RankTrainer:
         if self.student.compilation is not None:
             self.student.compilation.budget = budget
 
+    def reread_optimizer(self) -> None:
+        """Note that the optimizer has another state: that of a checkpoint, or of the process before this one."""
+        self._n_updates = None
+
     def forget_logprobs(self) -> None:
         """Drop the log-probabilities that were kept: the weights are now others."""
         self.old.clear()
@@ -122,16 +127,15 @@ class RankTrainer:
     @record_activity("update", lambda trainer, *_, **__: trainer.version)
     def accumulate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int = 1, chunk: int = 0
-    ) -> float:
+    ) -> None:
         """Add the gradient of this rank's share of a chunk to that of the chunks before it, for :meth:`apply`.
 
-        Returns the seconds that it took.
+        A GPU may still be at work on it when this returns.
 
         ``weights`` may lack a factor that is the same for all tokens of the batch, and metrics a division by its
         ``n_positions``: :class:`Totals` then has them. ``chunk``: number in the step; 0 forgets what was accumulated.
         Raises OutOfMemory as :meth:`_run_fitting`, with nothing changed; then also for all further chunks.
         """
-        started = time.monotonic()
         self._version = self.version
         if chunk == 0:
             self._sums = self._failed = None
@@ -148,16 +152,21 @@ class RankTrainer:
             self._failed = error
             raise
         self._sums = sums if self._sums is None else self._sums + sums
-        return time.monotonic() - started
 
+    @record_activity("update", lambda trainer, *_, **__: trainer.version)
     def accumulate_chunks(
         self, chunks: Sequence[tuple[Sequence[TrainingSample], Sequence[float]]], first: int
     ) -> float:
-        """Do :meth:`accumulate` for chunks, samples and weights of each, that are numbered from ``first`` on."""
-        return sum(
+        """Do :meth:`accumulate` for chunks, samples and weights of each, that are numbered from ``first`` on.
+
+        Returns the seconds that it took, to the end of what a GPU does for it.
+        """
+        started = time.monotonic()
+        for number, (samples, weights) in enumerate(chunks, start=first):
             self.accumulate(samples, weights, chunk=number)
-            for number, (samples, weights) in enumerate(chunks, start=first)
-        )
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.monotonic() - started
 
     @record_activity("update", lambda trainer, *_, **__: trainer.version)
     def apply(self, totals: Totals, step: int, final: bool = True) -> Metrics:
@@ -189,6 +198,7 @@ class RankTrainer:
             if is_out_of_memory(error):
                 raise RunFailed(out_of_memory_text(self.config, None, self.budget, one_line(error))) from None
             raise
+        self._n_updates = None if self._n_updates is None else self._n_updates + 1
         self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to the next on this GPU
         row = {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
         self.staging.end(step, row, final)
@@ -244,9 +254,9 @@ class RankTrainer:
         """
         if self.is_offloaded:
             raise RunFailed(f"actor rank {self.rank} was to compute while its weights had left the GPU to others")
-        # Dropout depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
-        place = (self.config.trainer.seed, n_updates(self.optimizer), self.rank, *([chunk] if chunk else []))
-        _seed(seed_of(*place), self.device)
+        if self._n_updates is None:
+            self._n_updates = n_updates(self.optimizer)
+        _seed(dropout_seed(self.config.trainer.seed, self._n_updates, self.rank, chunk), self.device)
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
@@ -349,6 +359,14 @@ class RankTrainer:
                     dist.all_reduce(stacked, operation)
                 metrics.update(zip(names, stacked.tolist(), strict=True))
         return metrics
+
+
+def dropout_seed(seed: int, n_updates: int, rank: int, chunk: int) -> int:
+    """Return what dropout draws from in a rank's ``chunk`` after ``n_updates`` optimizer steps of a run with ``seed``.
+
+    It depends, as sampling does, on the place in the run alone, so that a run that goes on is exact.
+    """
+    return seed_of(seed, n_updates, rank, *([chunk] if chunk else []))
 
 
 def _seed(seed: int, device: torch.device) -> None:

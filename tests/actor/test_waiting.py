@@ -115,8 +115,10 @@ def test_accumulating_asks_for_no_number(
     samples = [replace(s, versions=(one,)) for s, one in zip(samples, versions, strict=True)]
     weights = [1.0 / s.n_sampled for s in samples]
     monkeypatch.setattr(trainer, "_with_reference", lambda _: scored)
+    trainer.update(samples, weights, 10, 1)  # of which the optimizer has the number on the device
     with counted() as waits:
-        trainer.accumulate(samples, weights, 10)
+        for chunk in (0, 1):
+            trainer.accumulate(samples, weights, 10, chunk)
         assert waits.calls == []
         assert sum(float(p.grad.norm()) for p in student.parameters() if p.grad is not None) > 0
     assert len(waits.calls) > 10  # those of the line before
