@@ -136,7 +136,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert wrong == []
 
 
-ADJECTIVES = {"empty", "first", "known", "next", "ok", "planned"}
+ADJECTIVES = {"empty", "first", "known", "newest", "next", "ok", "planned"}
 
 
 def test_functions_are_named_by_verbs() -> None:

@@ -41,13 +41,13 @@ def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
-    from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, complete, newest_intact, read_intact, step_of
+    from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, complete, find_newest_intact, read_intact, step_of
 
     checkpoints = complete(directory)
     if not checkpoints:
         raise ConfigError(f"there is no complete checkpoint in {directory}")
     if step is None:
-        saved, damaged = newest_intact(directory)
+        saved, damaged = find_newest_intact(directory)
         for path, why in damaged.items():
             print(f"{path} is damaged and left out: {why}", file=sys.stderr)
         if saved is None:

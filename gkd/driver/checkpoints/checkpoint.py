@@ -137,7 +137,7 @@ def read_intact(path: Path) -> SavedCheckpoint:
     return saved
 
 
-def newest_intact(directory: Path) -> tuple[SavedCheckpoint | None, dict[Path, str]]:
+def find_newest_intact(directory: Path) -> tuple[SavedCheckpoint | None, dict[Path, str]]:
     """Return the newest intact checkpoint in ``directory``, and what is wrong with each complete one after it."""
     damaged: dict[Path, str] = {}
     for path in reversed(complete(directory)):

@@ -12,7 +12,7 @@ from gkd.config import Config
 from gkd.config.output_files import METRICS
 from gkd.config.overrides import flatten
 from gkd.data.tokenizer import check_causal_lm
-from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, newest_intact, step_of
+from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, find_newest_intact, step_of
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.durable import replace
 from gkd.errors import ConfigError
@@ -79,7 +79,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     Raises ConfigError when there is none, or when it is of a run with other settings.
     """
     directory = output / "checkpoints"
-    saved, damaged = newest_intact(directory)
+    saved, damaged = find_newest_intact(directory)
     if saved is None and damaged:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
         raise ConfigError(f"trainer.resume=true: every checkpoint in {directory} is damaged: {reasons}")

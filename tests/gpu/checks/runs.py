@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gkd.config import TRANSFERS
-from gkd.driver.checkpoints.checkpoint import newest_intact
+from gkd.driver.checkpoints.checkpoint import find_newest_intact
 from tests.gpu.checks.context import Context, Skipped, require
 from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
 
@@ -56,7 +56,7 @@ def colocation(context: Context) -> None:
     overrides = (*ONE_GPU, *EAGER, "cluster.offload=true", "trainer.save_every=2", "trainer.total_steps=4")
     result = run(context, "colocation", *_task(context), *overrides)
     _agrees(context, result)
-    saved, damaged = newest_intact(result.output / "checkpoints")
+    saved, damaged = find_newest_intact(result.output / "checkpoints")
     require(saved is not None and not damaged, f"no checkpoint is intact; damaged are {damaged}")
     require("is offloaded" in result.text, "no group was offloaded")
 
