@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from transformers import MiniCPM3Config, MiniCPM3ForCausalLM, PreTrainedModel
 
 from gkd.actor import training
 from gkd.actor.worker import ActorWorker
@@ -43,10 +45,11 @@ from tests.gpu import other_device
 from tests.inference.test_torch_scorer import INFO, mixed, run, spec_of
 
 Figures = Iterator[Any]
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "latent": 0.05}
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "distill": ("on_policy_distill", {}),
     "bfloat16": ("on_policy_distill", {"model.dtype": "bfloat16"}),
+    "latent": ("on_policy_distill", {"model.dtype": "bfloat16"}),
     "stale": ("on_policy_distill", {"schedule.max_staleness": 2, "algorithm.loss.name": "sampled_reverse_kl"}),
     "lora": ("grpo", {"actor.epochs": 2, "actor.lora.r": 4, "algorithm.kl.coef": 0.1}),
     "offload": ("grpo", {"actor.offload_optimizer": True}),
@@ -77,7 +80,18 @@ def samples(device: Device, directory: Path) -> Figures:
         engine.load_weights(Bucket(1, 0, True), state)
 
 
-def trains(recipe: str, overrides: dict[str, object]) -> Callable[[Device, Path], Figures]:
+def make_latent() -> PreTrainedModel:
+    """Make a model of latent attention, whose values are narrower than its queries."""
+    torch.manual_seed(0)
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    # Its head scales nothing: tensors of the other device have no addresses, by which scaling is seen.
+    sizes |= {"num_key_value_heads": 4, "tie_word_embeddings": False, "dim_model_base": models.SHAPE["hidden_size"]}
+    return MiniCPM3ForCausalLM(MiniCPM3Config(**models.SHAPE | sizes))
+
+
+def trains(
+    recipe: str, overrides: dict[str, object], make_student: Callable[[], PreTrainedModel]
+) -> Callable[[Device, Path], Figures]:
     """Return a check that does two steps as the actor's one rank, with its state saved and loaded between them."""
 
     def train(device: Device, directory: Path) -> Figures:
@@ -86,7 +100,7 @@ def trains(recipe: str, overrides: dict[str, object]) -> Callable[[Device, Path]
             "actor.compile": False, **overrides,
         }  # fmt: skip
         config = compose([f"+recipe={recipe}", *(f"{name}={json.dumps(value)}" for name, value in values.items())])
-        models.make("llama").save_pretrained(directory)
+        make_student().save_pretrained(directory)
         word_tokenizer().save_pretrained(directory)
         scored = models.scored(6, models.VOCAB)
         samples = [models.on_driver("ref", i, sample, (-1.0) ** i) for i, sample in enumerate(scored)]
@@ -170,7 +184,10 @@ def notices() -> bool:
     return False
 
 
-CHECKS = {"scores": scores, "samples": samples, **{name: trains(*how) for name, how in RUNS.items()}}
+STUDENTS = {"latent": make_latent}
+LLAMA = partial(models.make, "llama")
+CHECKS = {"scores": scores, "samples": samples}
+CHECKS |= {name: trains(*how, STUDENTS.get(name, LLAMA)) for name, how in RUNS.items()}
 CHECKS |= {"ranks": trains_on_two(), "ranks_lora": trains_on_two("actor.lora.r=4")}
 CHECKS |= {"ranks_offload": trains_on_two("actor.offload_optimizer=true")}
 

@@ -163,14 +163,15 @@ def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.Mon
     from tests.gpu.checks.attention import MOST, difference
 
     monkeypatch.setattr(check, "LENGTHS", (1, 40, 7))
-    assert 1e-4 < difference(4, 2, 16, 9, "cpu") < MOST
+    assert 1e-4 < difference(4, 2, 16, 9, 16, "cpu") < MOST
+    assert 1e-4 < difference(4, 4, 24, None, 16, "cpu") < MOST
     plain = attention._attend_padded
 
     def wrong(q, k, v, scale, window, cu, longest):
         return plain(q, k, v, scale, window if q.dtype.itemsize == 4 else window + 1, cu, longest)
 
     monkeypatch.setattr(attention, "_attend_padded", wrong)
-    assert difference(4, 2, 16, 9, "cpu") > MOST
+    assert difference(4, 2, 16, 9, 16, "cpu") > MOST
 
 
 @dataclass

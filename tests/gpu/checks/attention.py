@@ -8,13 +8,14 @@ from torch import Tensor
 from gkd.modeling import attention
 from tests.gpu.checks.context import Context, require
 
-# Query heads, key-value heads, head size, window
+# Query heads, key-value heads, head size, window, head size of values
 SHAPES = (
-    (14, 2, 64, None),
-    (14, 2, 64, 100),
-    (4, 4, 16, None),
-    (16, 8, 128, None),
-    (16, 8, 128, 33),
+    (14, 2, 64, None, 64),
+    (14, 2, 64, 100, 64),
+    (4, 4, 16, None, 16),
+    (16, 8, 128, None, 128),
+    (16, 8, 128, 33, 128),
+    (16, 16, 192, None, 128),  # latent attention, as of DeepSeek-V3
 )
 LENGTHS = (1, 700, 37, 512, 3, 260)
 MOST = 2e-2  # relative, of bfloat16
@@ -24,17 +25,17 @@ def packed_against_padded(context: Context) -> None:
     """On the GPU: the kernel for sequences of any lengths."""
     for shape in SHAPES:
         worst = difference(*shape, device="cuda")
-        context.note({"H{}_G{}_D{}_window{}".format(*shape): worst})
+        context.note({"H{}_G{}_D{}_window{}_E{}".format(*shape): worst})
         require(worst < MOST, f"{shape}: differs by {worst:.2e}")
 
 
-def difference(heads: int, groups: int, size: int, window: int | None, device: str) -> float:
+def difference(heads: int, groups: int, size: int, window: int | None, value_size: int, device: str) -> float:
     """The largest relative difference of output and gradients, each |a - b| / |b|; NaN counts as infinite."""
     torch.manual_seed(0)
     cu = torch.tensor((0, *LENGTHS), device=device).cumsum(0).int()
-    shapes = ((heads, size), (groups, size), (groups, size))
+    shapes = ((heads, size), (groups, size), (groups, value_size))
     rounded = [torch.randn(1, h, int(cu[-1]), d, device=device).bfloat16() for h, d in shapes]
-    gradient = torch.randn(1, int(cu[-1]), heads, size, device=device).bfloat16()
+    gradient = torch.randn(1, int(cu[-1]), heads, value_size, device=device).bfloat16()
     packed = _with_gradients([x.clone() for x in rounded], gradient, window, cu)
     exact = _with_gradients([x.float() for x in rounded], gradient.float(), window, cu)
     result = [float((a.float() - b).norm() / b.norm()) for a, b in zip(packed, exact, strict=True)]
