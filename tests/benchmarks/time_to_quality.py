@@ -2,7 +2,7 @@
 
     python tests/benchmarks/time_to_quality.py [--rounds 3] [--every 10] [--share 0.9] [--json FILE] [SETTING=VALUE ...]
 
-The built-in task's own student, teacher and prompts (sorting digits, made once, kept in the task's cache), 64 prompts
+The built-in task's own student, teacher and prompts (sorting digits, made once for each seed), 64 prompts
 a step, responses of up to 12 tokens, reverse KL over the whole vocabulary at temperature 1, the recipe's learning rate
 (AdamW, without decay), float32, on all cores of this machine. Every ``--every`` steps both are validated by greedy
 answers to the same held-out prompts, which does not count; nor do starting, loading and the first two steps, in which
@@ -134,13 +134,16 @@ def trl_in_a_process_of_its_own(cache: Path, every: int, seed: int, target_accur
         "--share",
         str(target_accuracy),
     ]
-    subprocess.run(
+    done = subprocess.run(
         [*command, "--seed", str(seed), "--json", str(rows)],
-        check=True,
+        check=False,
         timeout=1800,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    if done.returncode:
+        raise SystemExit(f"TRL's side failed: {done.stderr.strip().splitlines()[-1:]}")
     measured = json.loads(rows.read_text())
     return {name: {int(step): value for step, value in by.items()} for name, by in measured.items()}
 
@@ -200,11 +203,12 @@ def main() -> None:
         return
     rounds: dict[str, list[dict[str, float | None]]] = {"TRL": [], "gkd": []}
     with tempfile.TemporaryDirectory() as scratch:
-        cache = Path(scratch)
-        first = run_gkd(cache, MOST_STEPS, 0, [*options.settings, "trainer.total_steps=1"])  # makes the models
-        target_accuracy = options.share * first["teacher"]
         for number in range(options.rounds):
             seed = options.seed + number
+            cache = Path(scratch, str(seed))
+            cache.mkdir()
+            first = run_gkd(cache, MOST_STEPS, seed, [*options.settings, "trainer.total_steps=1"])  # makes the models
+            target_accuracy = options.share * first["teacher"]
             for name in ("TRL", "gkd") if number % 2 == 0 else ("gkd", "TRL"):
                 run = (
                     run_gkd(cache, options.every, seed, options.settings)
