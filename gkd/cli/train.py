@@ -84,7 +84,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.train`.
     """
     from gkd.cluster.session.connect import connect
-    from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
+    from gkd.driver.checkpoints import restart
     from gkd.driver.checkpoints.resume import explain_finished, find
     from gkd.observability.progress import console, log_to
     from gkd.observability.tracking import require_trackers
@@ -102,7 +102,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         if config.trainer.resume and (text := explain_finished(config, output)) is not None:
             out.print(text)
             return output
-        if config.trainer.resume and not start_over(output):
+        if config.trainer.resume and not restart.start_over(output):
             saved = find(config, output)
         inputs = _find_inputs(config, saved, out.print)
         out.print("starting Ray and reserving GPUs")
@@ -110,7 +110,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             from gkd.driver.run import drive
 
             private = session.directory is not None
-            drive(config, inputs, session, output, out, started, saved, on_step)
+            drive(config, inputs, session, output, out, started, saved, restart.forget_failure_on_step(on_step))
         return output
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
@@ -120,10 +120,11 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         end.add_note(_newest_checkpoint(output))
         raise
     except (RunFailed, ControlLost) as failure:
-        first = 0 if saved is None else saved.state.step
-        if overrides is not None and may_begin_again(config, output, first, failure, private):
+        if overrides is not None and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
-            begin_again(config, overrides, output)
+            restart.begin_again(config, overrides, output, failure)
+        if (first := restart.first_failure()) is not None:
+            failure.add_note(f"no step was trained since the first failure: {first}")
         raise
     finally:
         os.close(descriptor)

@@ -69,10 +69,9 @@ def recipe(groups: list[str], directory: Path) -> list[str]:
     return ["+recipe=grpo", *SMALL, *own, f"reward_model.model.path={directory / 'reward_model'}"]
 
 
-def begun(output: Path) -> tuple[int, int]:
-    """How often the run has begun, and the step that it went on from the last time."""
-    begins = [row for row in rows(output / "events.jsonl") if row["kind"] in ("start", "resume")]
-    return len(begins), begins[-1]["step"] if begins and begins[-1]["kind"] == "resume" else 0
+def begun(output: Path) -> int:
+    """How often the run has begun."""
+    return sum(row["kind"] in ("start", "resume") for row in rows(output / "events.jsonl"))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -190,15 +189,13 @@ def kill(run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace
             time.sleep(0.1)
         if run.poll() is not None:
             break
-        who, (before, _) = draw.choice(sorted(there)), begun(output)
+        who = draw.choice(sorted(there))
         killed.append(Kill(*who, time.time(), newest(output)))
         os.kill(there[who], signal.SIGKILL)
         print(f"kill {len(killed):3} after step {killed[-1].step:4}: {who[0]} rank {who[1]}", flush=True)
-        # One that loses so much before it has trained a step again ends, as it is to.
-        while who[0] in FATAL and run.poll() is None:
-            n, first = begun(output)
-            if n > before and newest(output) > first:
-                break
+        # Its other workers are ended with it: killing them would show nothing. It may be killed again while it loads.
+        placed = output / "placement.json"
+        while who[0] in FATAL and run.poll() is None and placed.stat().st_mtime < killed[-1].time:
             time.sleep(0.1)
     return killed
 
@@ -220,7 +217,7 @@ def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: i
     print(f"killed {len(killed)}: {groups}, in {steps[-1]} of {options.steps} steps")
     print(f"samples trained {times}, steps x batch x n {expected}, more than once {times - len(trained)}")
     print(f"largest staleness {stale:g}, schedule.max_staleness={options.staleness}")
-    print(f"the run began again {begun(output)[0] - 1} times")
+    print(f"the run began again {begun(output) - 1} times")
     print(f"came back: {len(away)} times, after {min(away):.1f} to {max(away):.1f} s" if away else "came back: never")
     again = samples_again_s(killed, output / "timeline.json")
     print(f"from an engine's death until it samples again: {seconds(again)}")

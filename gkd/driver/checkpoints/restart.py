@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,11 +17,13 @@ from gkd.cluster.workers.failure import WorkerDied
 from gkd.config import Config, quote
 from gkd.config.output_files import METRICS, SAMPLES
 from gkd.driver.checkpoints.checkpoint import complete
-from gkd.errors import ControlLost, RunFailed
-from gkd.observability.run_files import RunFiles
+from gkd.errors import ControlLost, RunFailed, one_line
+from gkd.observability.tracking import OnStep
 
 COUNT = "GKD_RESTARTS"
 """Variable of a run's process: how often the run has begun again."""
+FIRST_FAILURE = "GKD_FIRST_FAILURE"
+"""Variable of a run's process that has begun again: what it first began again after since it last trained a step."""
 
 
 def restarts() -> int:
@@ -29,23 +31,39 @@ def restarts() -> int:
     return int(os.environ.get(COUNT, "0"))
 
 
-def may_begin_again(config: Config, output: Path, first: int, failure: RunFailed | ControlLost, private: bool) -> bool:
-    """Return whether the run in ``output`` may begin again after ``failure``.
+def may_begin_again(config: Config, failure: RunFailed | ControlLost, private: bool) -> bool:
+    """Return whether a run may begin again after ``failure``.
 
     That is for worker processes that died, and for a ``private`` Ray whose control service did, up to
-    ``trainer.restarts`` times; and never where no step was trained since the run went on from step ``first``: what
-    ended it would end it again.
+    ``trainer.restarts`` times, whether or not a step was trained since the last time: what is lost while a run begins
+    again is no sign that it cannot run.
     """
     lost = isinstance(failure, WorkerDied) or (private and isinstance(failure, ControlLost))
-    if not lost or restarts() >= config.trainer.restarts:
-        return False
-    return RunFiles(output).step > first
+    return lost and restarts() < config.trainer.restarts
 
 
-def begin_again(config: Config, arguments: Sequence[str], output: Path) -> NoReturn:
-    """Replace this process by ``gkd.main`` with the same ``arguments``, which goes on in ``output``."""
+def first_failure() -> str | None:
+    """Return what the run first began again after, since it last trained a step; None where that is nothing."""
+    return os.environ.get(FIRST_FAILURE)
+
+
+def forget_failure_on_step(on_step: OnStep | None) -> OnStep:
+    """Return an ``on_step`` that forgets :func:`first_failure` once a step is trained."""
+
+    def forget(step: int, metrics: Mapping[str, float]) -> None:
+        if step > 0:  # step 0 is the validation before the first one
+            os.environ.pop(FIRST_FAILURE, None)
+        if on_step is not None:
+            on_step(step, metrics)
+
+    return forget
+
+
+def begin_again(config: Config, arguments: Sequence[str], output: Path, failure: Exception) -> NoReturn:
+    """Replace this process, after ``failure``, by ``gkd.main`` with the same ``arguments``, to go on in ``output``."""
     number = restarts() + 1
     os.environ[COUNT] = str(number)
+    os.environ.setdefault(FIRST_FAILURE, one_line(failure))
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
     resume = [f"trainer.output_dir={quote(str(output))}", "trainer.resume=true"]
     for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.config import Config, load
 from gkd.config.compose import compose
-from gkd.driver.checkpoints.restart import COUNT, begin_again, may_begin_again, restarts, start_over
+from gkd.driver.checkpoints.restart import (
+    COUNT,
+    FIRST_FAILURE,
+    begin_again,
+    first_failure,
+    forget_failure_on_step,
+    may_begin_again,
+    restarts,
+    start_over,
+)
 from gkd.errors import ControlLost, RunFailed
 
 TWICE = load({"trainer": {"restarts": 2}})
@@ -22,6 +31,8 @@ TWICE = load({"trainer": {"restarts": 2}})
 @pytest.fixture(autouse=True)
 def _first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COUNT, "0")
+    monkeypatch.setenv(FIRST_FAILURE, "")  # so that it is as it was after the test
+    monkeypatch.delenv(FIRST_FAILURE)
 
 
 @pytest.fixture
@@ -43,19 +54,32 @@ def run(tmp_path: Path) -> Path:
         (RunFailed("a loss that is no number"), True, False),
     ],
 )
-def test_only_what_was_lost_is_begun_again(run: Path, failure: Any, private: bool, again: bool) -> None:
-    assert may_begin_again(TWICE, run, 0, failure, private) == again
+def test_only_what_was_lost_is_begun_again(failure: Any, private: bool, again: bool) -> None:
+    assert may_begin_again(TWICE, failure, private) == again
 
 
-def test_not_more_often_than_allowed_nor_without_a_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_more_often_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     died = WorkerDied("actor")
-    assert may_begin_again(TWICE, run, 2, died, True)
-    assert not may_begin_again(TWICE, run, 3, died, True)  # it went on from step 3 and has done none since
     monkeypatch.setenv(COUNT, "1")
-    assert may_begin_again(TWICE, run, 0, died, True)
+    assert may_begin_again(TWICE, died, True)
     monkeypatch.setenv(COUNT, "2")
-    assert not may_begin_again(TWICE, run, 0, died, True)
-    assert not may_begin_again(load({"trainer": {"restarts": 0}}), run, 0, died, True)
+    assert not may_begin_again(TWICE, died, True)
+    assert not may_begin_again(load({"trainer": {"restarts": 0}}), died, True)
+
+
+def test_the_first_failure_is_known_until_a_step_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    assert first_failure() is None
+    for failure in ("actor\nrank 0 died", "rollout rank 0 died"):
+        begin_again(TWICE, [], tmp_path, WorkerDied(failure))
+        assert first_failure() == "actor rank 0 died"
+    steps: list[int] = []
+    on_step = forget_failure_on_step(lambda step, _: steps.append(step))
+    on_step(0, {})  # the validation before the first step
+    assert first_failure() == "actor rank 0 died"
+    on_step(4, {})
+    assert first_failure() is None and steps == [0, 4]
+    forget_failure_on_step(None)(5, {})
 
 
 @given(st.text(st.sampled_from("ab \\'\",=#{}[]%\u00e4"), min_size=1).map(lambda name: f"/x{name}"))
@@ -64,7 +88,7 @@ def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPat
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
     monkeypatch.setenv(COUNT, "0")
-    begin_again(TWICE, ["+recipe=grpo", "trainer.output_dir=elsewhere"], Path(directory))
+    begin_again(TWICE, ["+recipe=grpo", "trainer.output_dir=elsewhere"], Path(directory), WorkerDied("actor"))
     (command,) = commands
     assert command[1:3] == ["-m", "gkd.main"]
     config: Config = compose(command[3:])
