@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import ray
-
 from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.health.heartbeat import Heartbeat
 from gkd.cluster.health.restarts import RestartPolicy, Restarts, return_text
-from gkd.cluster.workers.failure import WorkerHung, explain
-from gkd.cluster.workers.group import Group, PendingCall
+from gkd.cluster.workers.failure import WorkerHung
+from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.errors import ConfigError, RunFailed
 
 log = logging.getLogger("gkd")
+REASON_TIMEOUT_S = 60.0
+"""Time that Ray has to find out why a replica serves no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,19 @@ class ScorerWatch:
         return [its.group.select(self.fleet.members(model, *PRESENT)) for model, its in self._models.items()]
 
     def lose(self, call: Any) -> None:
-        """Note that a replica serves no more. Raises what ended it where none of its model is there or comes back."""
+        """Note that a replica serves no more.
+
+        Raises what ended it where none of its model is there or comes back, and ControlLost where nobody can say that.
+        """
         model, replicas = next((model, its) for model, its in self._models.items() if call in its.calls)
-        worker = str(replicas.group.reports[replicas.calls[call]])
+        member = replicas.calls[call]
+        replica = replicas.group.select([member])
+        failure: Exception = RunFailed(f"{replica.reports[0]} stopped serving by itself")
         try:
-            ray.get(call)
-            failure: Exception = RunFailed(f"{worker} stopped serving by itself")
-        except Exception as error:
-            failure = explain(error, worker)
-        self._lose(model, replicas.calls[call], failure)
+            gather([replica.as_pending("serving", [call])], REASON_TIMEOUT_S)
+        except (ConfigError, RunFailed) as error:
+            failure = error
+        self._lose(model, member, failure)
 
     def _lose(self, model: str, member: int, failure: Exception) -> None:
         if isinstance(failure, ConfigError):

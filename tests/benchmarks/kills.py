@@ -1,11 +1,14 @@
 """Kills workers of a real run at random moments and says whether anything was lost, trained twice or too stale.
 
-    python tests/benchmarks/kills.py [--kills 20] [--before STEP] [--staleness 1] [--seed 0] [SETTING ...]
+    python tests/benchmarks/kills.py [--kills 20] [--before STEP] [--staleness 1] [--seed 0]
+                                     [--in-flight [--keep-cache]] [SETTING ...]
 
 The built-in task with two engines and two replicas of the teacher (on_policy_distill), or with two engines, a
 reference and a reward model where one of these is among ``--groups`` (grpo). Every kill is a SIGKILL of a worker of
 ``--groups``, at a moment drawn at random; the run goes on after each and ends by itself. ``actor`` and ``ray`` (the
 control service of the run's own Ray) are those after which the program begins again from its newest checkpoint.
+With ``--in-flight`` engines are vLLM's and load weights while they sample, up to two updates behind; with
+``--keep-cache`` responses then go on with what older weights cached.
 Prints
 
 - samples trained against steps x batch x n, each once,
@@ -46,7 +49,7 @@ BATCH, N = 8, 4
 SMALL = [
     "data.sort_digits.digits=3", "data.sort_digits.teacher_steps=60", "data.sort_digits.student_steps=40",
     "data.val_limit=16", f"trainer.batch_size={BATCH}", f"rollout.n={N}", f"trainer.n_logged_samples={BATCH * N}",
-    "trainer.n_logged_tokens=0", "trainer.val_every=100000", "cluster.cpu_threads=1", "rollout.engine=hf",
+    "trainer.n_logged_tokens=0", "trainer.val_every=100000", "cluster.cpu_threads=1",
     "rollout.n_gpus_per_node=2", "cluster.simulate_gpus=5", "cluster.worker_restarts=1000", "trainer.restarts=1000",
     "trainer.save_every=10", "trainer.n_timeline_steps=100000",
 ]  # fmt: skip
@@ -73,6 +76,17 @@ def recipe(groups: list[str], directory: Path) -> list[str]:
     save_reward_model(directory / "reward_model")
     own = ["algorithm.kl.coef=0.01", "reward.functions=[accuracy,reward_model]", "reward.weights=[1.0,0.01]"]
     return ["+recipe=grpo", *SMALL, *own, f"reward_model.model.path={directory / 'reward_model'}"]
+
+
+def schedule(options: argparse.Namespace) -> list[str]:
+    """Return the settings of how far sampling is ahead, and of the engines that can do that."""
+    settings = [f"schedule.max_staleness={options.staleness}"]
+    settings.append(f"rollout.engine={'vllm' if options.in_flight else 'hf'}")
+    if options.in_flight:
+        settings.append("schedule.in_flight=true")
+    if options.keep_cache:
+        settings.append("schedule.recompute_cache=false")
+    return settings
 
 
 def begun(output: Path) -> int:
@@ -163,17 +177,21 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--before", type=int, help="the step before which all kills are; none: the last but five")
-    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--staleness", type=int, help="schedule.max_staleness; none: 1, in flight 2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", default="rollout,teacher")
     parser.add_argument("--minutes", type=float, default=30.0, help="the longest that the run may take")
+    parser.add_argument("--in-flight", action="store_true", help="schedule.in_flight=true, with rollout.engine=vllm")
+    parser.add_argument("--keep-cache", action="store_true", help="schedule.recompute_cache=false")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
+    if options.staleness is None:
+        options.staleness = 2 if options.in_flight else 1
     with tempfile.TemporaryDirectory(prefix="gkd-kills-") as directory:
         output = Path(directory, "run")
         arguments = recipe(options.groups.split(","), Path(directory))
         command = [sys.executable, "-m", "gkd.main", *arguments, f"trainer.output_dir={output}"]
-        command += [f"schedule.max_staleness={options.staleness}", f"trainer.total_steps={options.steps}"]
+        command += [f"trainer.total_steps={options.steps}", *schedule(options)]
         run = subprocess.Popen([*command, *options.settings], stdout=sys.stderr)
         try:
             killed = kill(run, output, options, random.Random(options.seed))
@@ -195,12 +213,13 @@ def kill(run: subprocess.Popen[bytes], output: Path, options: argparse.Namespace
             time.sleep(0.1)
         if run.poll() is not None:
             break
-        who, before = draw.choice(sorted(there)), begun(output)
+        who = draw.choice(sorted(there))
         killed.append(Kill(*who, time.time(), newest(output)))
         os.kill(there[who], signal.SIGKILL)
         print(f"kill {len(killed):3} after step {killed[-1].step:4}: {who[0]} rank {who[1]}", flush=True)
-        # Its other workers are ended with it: killing them would show nothing.
-        while who[0] in FATAL and run.poll() is None and begun(output) == before:
+        # Its other workers are ended with it: killing them would show nothing. It may be killed again while it loads.
+        placed = output / "placement.json"
+        while who[0] in FATAL and run.poll() is None and placed.stat().st_mtime < killed[-1].time:
             time.sleep(0.1)
     return killed
 

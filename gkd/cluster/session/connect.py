@@ -142,8 +142,10 @@ def _longest_end_s(config: Config) -> float:
 def _address(cluster: Cluster) -> str | None:
     """Return ``host:port`` of the cluster to join, or None for a private one."""
     simulate = isinstance(cluster.simulate_gpus, int)
-    if cluster.address is not None and simulate:
-        raise ConfigError("cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address")
+    if cluster.address not in (None, "local") and simulate:
+        raise ConfigError(
+            f"cluster.simulate_gpus is for a private Ray: it cannot add GPUs to cluster.address={cluster.address}"
+        )
     if simulate:  # the command line outweighs the environment
         return None
     return cluster_address(cluster.address)

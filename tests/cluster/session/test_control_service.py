@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from gkd.cluster.health.fleet import Fleet
 from gkd.cluster.session import control_service
 from gkd.cluster.session.control_service import ControlService, finish_s
 from gkd.cluster.workers import group
 from gkd.cluster.workers.group import Group, PendingCall, gather, wait
 from gkd.errors import ControlLost, RunFailed, catch_errors
+from gkd.scoring.watch import ScorerModel, ScorerWatch
 from tests.cluster.layout.test_assignment import report
 from tests.ray.cluster.conftest import eventually
 
@@ -88,7 +90,18 @@ def test_every_wait_for_workers_looks_whether_it_is_there(monkeypatch: pytest.Mo
         wait(PendingCall("learning", ("actor rank 0",), ("ref",), Lost()))  # type: ignore[operator,arg-type]
 
 
-def test_what_ray_would_ask_it_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def an_update() -> None:
+    gather([PendingCall("learning", ("actor rank 0",), ("ref",), Lost())], 600.0)  # type: ignore[arg-type]
+
+
+def a_replica() -> None:
+    replicas = Group("teacher", (None,), (report("teacher", 0, 0),), Lost())  # type: ignore[arg-type]
+    model = ScorerModel(replicas, replicas.as_pending("serving", ["ref"]), ["tcp://a:1"], 60.0, 60.0)
+    ScorerWatch({"teacher": model}, Fleet()).lose("ref")
+
+
+@pytest.mark.parametrize("lose", [an_update, a_replica])
+def test_what_ray_would_ask_it_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
     """Why a worker died: the call is done, but getting what came of it does not return."""
 
     def never(ref: str, timeout: float) -> None:
@@ -97,7 +110,7 @@ def test_what_ray_would_ask_it_for_is_not_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(group.ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(group.ray, "get", never)
     with pytest.raises(ControlLost):
-        gather([PendingCall("learning", ("actor rank 0",), ("ref",), Lost())], 600.0)  # type: ignore[arg-type]
+        lose()
 
 
 def test_no_worker_is_ended_through_it(monkeypatch: pytest.MonkeyPatch) -> None:

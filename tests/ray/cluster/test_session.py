@@ -268,6 +268,7 @@ def test_simulated_gpus_cannot_be_added_to_a_cluster():
     ("settings", "expected"),
     [
         ({"simulate_gpus": 2}, "2 on 1 node"),
+        ({"simulate_gpus": 2, "address": "local"}, "2 on 1 node"),
         ({"simulate_gpus": None}, "0 on 1 node.*cluster.simulate_gpus=3"),
         ({"simulate_gpus": 0}, "at least 1"),
         ({"simulate_gpus": "auto", "teacher": 9}, "cluster.simulate_gpus=11"),
