@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from gkd.durable import Checksum
 from gkd.errors import ConfigError
 from tests.gpu import acceptance
 from tests.gpu.acceptance import Outcome
-from tests.gpu.checks import CHECKS, Check, mps, runs, w1
+from tests.gpu.checks import CHECKS, Check, mps, phases, runs, w1
 from tests.gpu.checks.context import Context, Skipped
 from tests.gpu.checks.program import Run
 
@@ -182,10 +183,21 @@ class Recorded:
     peak_gb: float = 30.0
     grad_norm: float = 1.0
     weights: bytes = b"weights"
+    phases: tuple[str, ...] = phases.PHASES
     names: list[str] = field(default_factory=list)
 
-    def __call__(self, context: Context, name: str, *overrides: str, recipe: str = "on_policy_distill") -> Run:
+    def __call__(
+        self,
+        context: Context,
+        name: str,
+        *overrides: str,
+        recipe: str = "on_policy_distill",
+        program: tuple[str, ...] = ("gkd.main",),
+    ) -> Run:
         self.names.append(name)
+        if program[0] == phases.__name__:
+            rows = [{"phase": phase, "worker": "actor 0", "free_gb": gb} for phase in self.phases for gb in (5, 4)]
+            Path(program[1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = compose([f"+recipe={recipe}", *overrides])
         output = context.scratch / name
         for directory in ("checkpoints/step_4/actor", "model/adapter"):
@@ -295,6 +307,35 @@ def test_a_damaged_checkpoint_fails_colocation(recorded: Recorded, tmp_path: Pat
     recorded.weights = b"wrights"
     with pytest.raises(AssertionError, match=r"checkpoint .*sum differs"):
         check("colocation", 1, tmp_path)
+
+
+def test_colocation_has_the_memory_after_each_phase(recorded: Recorded, tmp_path: Path) -> None:
+    noted = check("colocation", 1, tmp_path / "all")["phases"]
+    assert noted == {f"{phase}, actor 0": {"free_gb": [5.0, 4.0]} for phase in phases.PHASES}
+    recorded.phases = ("offload", "onload", "sleep", "wake", "push")
+    with pytest.raises(AssertionError, match="wake weights"):
+        check("colocation", 1, tmp_path / "one lacks")
+
+
+def test_each_phase_is_measured_in_its_workers_once_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep: list[bool] = []
+    call = SimpleNamespace(remote=lambda function: {"free_gb": float(asleep[-1]), "host": function.__name__})
+    group = SimpleNamespace(name="rollout", workers=(SimpleNamespace(__ray_call__=call),) * 2)
+    monkeypatch.setattr("ray.get", lambda values, timeout: values)
+    sleep, wake = (
+        phases._noting(lambda self, *_, value=value: asleep.append(value), name, lambda _: [group], tmp_path / "file")
+        for name, value in (("sleep", True), ("wake", False))
+    )
+    sleep(None)
+    wake(None, True)
+    wake(None)
+    rows = [json.loads(line) for line in (tmp_path / "file").read_text().splitlines()]
+    assert {row["host"] for row in rows} == {"measure_memory"}
+    assert [(row["phase"], row["worker"], row["free_gb"]) for row in rows] == [
+        (phase, f"rollout {rank}", free)
+        for phase, free in (("sleep", 1.0), ("wake weights", 0.0), ("wake", 0.0))
+        for rank in (0, 1)
+    ]
 
 
 def test_runs_whose_weights_went_the_same_way_are_not_compared(recorded: Recorded, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,20 @@ class Run:
         return result
 
 
-def run(context: Context, name: str, *overrides: str, recipe: str = "on_policy_distill") -> Run:
+def run(
+    context: Context,
+    name: str,
+    *overrides: str,
+    recipe: str = "on_policy_distill",
+    program: Sequence[str] = ("gkd.main",),
+) -> Run:
     """Run the recipe with overrides to its end and note what it took.
 
-    Without a model named it is the built-in task, made smaller. Raises AssertionError where it fails.
+    Without a model named it is the built-in task, made smaller. ``program``: a module, and arguments before the
+    recipe. Raises AssertionError where it fails.
     """
     output, log = context.scratch / name, context.scratch / f"{name}.txt"
-    command = [sys.executable, "-m", "gkd.main", f"+recipe={recipe}", f"trainer.output_dir={output}"]
+    command = [sys.executable, "-m", *program, f"+recipe={recipe}", f"trainer.output_dir={output}"]
     if not any(override.startswith("model.path=") for override in overrides):
         command += [f"data.cache_dir={context.scratch / 'cache'}"]
     command += overrides

@@ -7,6 +7,7 @@ import math
 from gkd.config import TRANSFERS
 from gkd.driver.checkpoints.checkpoint import find_newest_intact
 from tests.gpu.checks.context import Context, Skipped, require
+from tests.gpu.checks.phases import PHASES, read_phases
 from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
 
 MOST_MISMATCH = 0.02  # nats a token between sampler and trainer
@@ -52,9 +53,18 @@ def _agrees(context: Context, result: Run, moves: bool = True) -> None:
 
 
 def colocation(context: Context) -> None:
-    """Engines sleep while the actor works and the other way round; a checkpoint in between is complete."""
+    """Engines sleep while the actor works and the other way round; a checkpoint in between is complete.
+
+    Its figures have the memory of each worker after each phase, every time.
+    """
     overrides = (*ONE_GPU, *EAGER, "cluster.offload=true", "trainer.save_every=2", "trainer.total_steps=4")
-    result = run(context, "colocation", *_task(context), *overrides)
+    file = context.scratch / "phases.jsonl"
+    program = ("tests.gpu.checks.phases", str(file))
+    result = run(context, "colocation", *_task(context), *overrides, program=program)
+    phases = read_phases(file)
+    context.note(phases=phases)
+    lacking = set(PHASES) - {name.partition(",")[0] for name in phases}
+    require(not lacking, f"no worker noted its memory after {sorted(lacking)}")
     _agrees(context, result)
     saved, damaged = find_newest_intact(result.output / "checkpoints")
     require(saved is not None and not damaged, f"no checkpoint is intact; damaged are {damaged}")
