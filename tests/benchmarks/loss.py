@@ -1,17 +1,21 @@
 """Measures a divergence and its gradient at many positions: in one pass, and by autograd with the head recomputed.
 
-    python tests/benchmarks/loss.py [--positions 1024] [--vocabulary 128000] [--hidden 256] [--top-k 64] [--rounds 3]
+    python tests/benchmarks/loss.py [--device cpu] [--positions 1024] [--vocabulary 128000] [--hidden 256]
+        [--top-k 64] [--rounds 3]
 
-Every run is a process of its own, the ways in turn. Memory is what the process grew by at its peak.
+Every run is a process of its own, the ways in turn. Memory is what the process grew by at its peak, on a GPU what torch
+has allocated there. On a CPU all is float32; on a GPU hidden states and head are bfloat16, as the actor has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Run the benchmark and print a table, in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--positions", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=128_000)
     parser.add_argument("--hidden", type=int, default=256)
@@ -53,7 +58,7 @@ def main() -> None:
             seconds = [run["seconds"] for run in runs]
             norm = f"{runs[0]['norm']:.6g}" if "norm" in runs[0] else ""
             print(
-                f"| {loss} | {way} | {statistics.median(seconds):.2f} | {min(seconds):.2f}, {max(seconds):.2f} "
+                f"| {loss} | {way} | {statistics.median(seconds):.4g} | {min(seconds):.4g}, {max(seconds):.4g} "
                 f"| {max(run['bytes'] for run in runs) / 1e9:.2f} | {norm} |"
             )
 
@@ -69,33 +74,76 @@ def _in_a_process(way: str, loss: str, options: argparse.Namespace) -> dict[str,
 
 
 def _run(way: str, loss: str, options: argparse.Namespace, sender: Any) -> None:
-    n, k = options.positions, options.top_k or options.vocabulary
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, options.hidden, generator=generator).requires_grad_()
-    head = torch.nn.Linear(options.hidden, options.vocabulary, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / options.hidden**0.5)
-        ids = torch.stack([torch.randperm(options.vocabulary, generator=generator)[:k] for _ in range(n)])
-        logprobs = torch.log_softmax(torch.randn(n, k, generator=generator), -1)
-        logprobs = logprobs if options.top_k == 0 else logprobs + torch.tensor(0.9).log()
-    tail = torch.full((n,), 0.1).log() if options.top_k else None
-    tokens = torch.randint(options.vocabulary, (n,), generator=generator)
-    targets = PositionTargets(tokens, logprobs[:, 0].contiguous(), ids, logprobs, tail)
+    shape = Shape(options.positions, options.vocabulary, options.hidden, options.top_k, options.chunk)
+    sender.send(json.dumps(measure(way, loss, shape, torch.device(options.device))))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a measurement; ``top_k`` 0 is the whole vocabulary, ``chunk`` positions have logits at a time."""
+
+    positions: int
+    vocabulary: int
+    hidden: int = 256
+    top_k: int = 64
+    chunk: int = 1024
+
+
+def measure(way: str, loss: str, shape: Shape, device: torch.device) -> dict[str, float]:
+    """Return ``seconds`` and peak ``bytes`` of a loss and its gradient, and the gradient's ``norm`` where there is one.
+
+    ``way``: ``autograd``, ``one pass``, or the ``products alone`` of the head with the hidden states.
+    """
+    hidden, head, targets = _make(shape, device)
     settings = Loss(**LOSSES[loss])
-    ways = {"autograd": _autograd, "one pass": _one_pass, "products alone": _products}
-    ways[way](*_small(hidden, head, targets), settings, 8)  # what is set up once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-    before, started = _peak(), time.perf_counter()
-    ways[way](hidden, head, targets, settings, options.chunk)
-    seconds = time.perf_counter() - started
-    figures = {"seconds": seconds, "bytes": _peak() - before}
+    run = {"autograd": _autograd, "one pass": _one_pass, "products alone": _products}[way]
+    if device.type == "cpu":
+        run(*_small(hidden, head, targets), settings, 8)  # what is set up once
+    else:
+        run(hidden, head, targets, settings, shape.chunk)  # and the allocator's memory
+        hidden.grad = head.weight.grad = None
+    before, started = _begin(device), time.perf_counter()
+    run(hidden, head, targets, settings, shape.chunk)
+    figures = {"bytes": _peak(device) - before, "seconds": time.perf_counter() - started}
     if hidden.grad is not None and head.weight.grad is not None:
-        figures["norm"] = float(torch.sqrt(hidden.grad.double().square().sum() + head.weight.grad.norm().double() ** 2))
-    sender.send(json.dumps(figures))
+        norm = torch.sqrt(hidden.grad.double().square().sum() + head.weight.grad.float().norm().double() ** 2)
+        figures["norm"] = float(norm)
+    return figures
 
 
-def _peak() -> int:
-    """Bytes that the process had resident at its peak."""
+def _make(shape: Shape, device: torch.device) -> tuple[Tensor, torch.nn.Linear, PositionTargets]:
+    """Return hidden states, a head, and the teacher's targets, all at random."""
+    n, k = shape.positions, shape.top_k or shape.vocabulary
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    generator = torch.Generator(device).manual_seed(0)
+    made: dict[str, Any] = {"generator": generator, "device": device}
+    hidden = torch.randn(n, shape.hidden, **made).to(dtype).requires_grad_()
+    head = torch.nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, **made) / shape.hidden**0.5)
+        ids = torch.stack([torch.randperm(shape.vocabulary, **made)[:k] for _ in range(n)])
+        logprobs = torch.log_softmax(torch.randn(n, k, **made), -1)
+        logprobs = logprobs if shape.top_k == 0 else logprobs + math.log(0.9)
+    tail = torch.full((n,), 0.1, device=device).log() if shape.top_k else None
+    tokens = torch.randint(shape.vocabulary, (n,), **made)
+    return hidden, head, PositionTargets(tokens, logprobs[:, 0].contiguous(), ids, logprobs, tail)
+
+
+def _begin(device: torch.device) -> int:
+    """Have the peak count from here on; returns the bytes that there are."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak(device)
+
+
+def _peak(device: torch.device) -> int:
+    """Return the largest number of bytes, once all is computed: on a GPU, or resident of this process."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
@@ -120,7 +168,7 @@ def _autograd(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, l
     divergence = loss.build()
 
     def of(rows: Tensor, start: int) -> Tensor:
-        log_q = torch.log_softmax(head(rows), -1)
+        log_q = torch.log_softmax(head(rows).float(), -1)
         own = targets.rows(start, start + len(rows))
         if loss.compares_tokens_alone:
             return divergence(own.teacher_token_logprobs, log_q.gather(-1, own.token_ids[:, None])[:, 0])

@@ -11,15 +11,18 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from gkd.cli.doctor.devices import Gpus
 from gkd.config.compose import compose
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
 from gkd.durable import Checksum
 from gkd.errors import ConfigError
+from tests.benchmarks import loss
 from tests.gpu import acceptance
 from tests.gpu.acceptance import Outcome
 from tests.gpu.checks import CHECKS, Check, mps, phases, runs, w1
+from tests.gpu.checks import loss as losses
 from tests.gpu.checks.context import Context, Skipped
 from tests.gpu.checks.program import Run
 
@@ -349,6 +352,33 @@ def test_more_memory_than_the_peer_fails_w1(recorded: Recorded, tmp_path: Path) 
     recorded.peak_gb = 80.0
     with pytest.raises(AssertionError, match=r"74\.5 GiB .*64\.8"):
         check("against_trl", 1, tmp_path)
+
+
+def test_w1_notes_what_it_is_of_its_goals_and_fails_for_none(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.peak_gb = 60.0
+    figures = check("against_trl", 1, tmp_path)
+    assert figures["goal_step_s"] == 2.6 and figures["goal_peak_gib"] == 40
+    assert figures["step_of_goal"] == pytest.approx(2.5 / 2.6, rel=1e-3)
+    assert figures["peak_of_goal"] == pytest.approx(60e9 / 2**30 / 40, rel=1e-3)
+
+
+def test_the_loss_is_noted_beside_its_goals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is the sum over positions: its gradient's norm is that of autograd."""
+    shape, cpu = loss.Shape(40, 64, 16, 8, 16), torch.device("cpu")
+    one, other = (loss.measure(way, "jsd", shape, cpu)["norm"] for way in ("one pass", "autograd"))
+    assert one == pytest.approx(other, rel=1e-4)
+    measured: list[tuple[loss.Shape, str]] = []
+
+    def measure(way: str, name: str, shape: loss.Shape, device: torch.device) -> dict[str, float]:
+        measured.append((shape, device.type))
+        return {"seconds": 0.1214, "bytes": 2e9}
+
+    monkeypatch.setattr(losses, "measure", measure)
+    context = Context(1, tmp_path, tmp_path / "result.json")
+    losses.note_losses(context)
+    assert {(shape.positions, shape.vocabulary, device) for shape, device in measured} == {(8192, 128_000, "cuda")}
+    expected = {"jsd_ms": 121.4, "jsd_peak_gib": 2e9 / 2**30, "jsd_ms_of_goal": 2.0, "jsd_peak_of_goal": 0.5}
+    assert {name: context.figures[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_rehearsed_check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""The actor's decoder layers compiled against the same ones as they are: loss and gradients of some packs."""
+"""The actor's decoder layers compiled against the same ones as they are: loss and gradients of some packs.
+
+Before that, in the same process, what the loss takes at a large vocabulary (:mod:`tests.gpu.checks.loss`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from gkd.config import Algorithm, Rollout
 from gkd.losses.objective import objective
 from tests.actor import models
 from tests.gpu.checks.context import Context, require
+from tests.gpu.checks.loss import note_losses
 from tests.losses.test_micro_batch import micro_batch
 
 BUDGET = 400
@@ -23,6 +27,7 @@ MOST = 3e-2  # relative, of bfloat16, whose order of operations differs
 
 def layers(context: Context) -> None:
     """On the GPU by inductor, in bfloat16; in a rehearsal captured and differentiated as graphs, without a compiler."""
+    note_losses(context)
     device, dtype = ("cpu", torch.float32) if context.rehearsal else ("cuda", torch.bfloat16)
     if context.rehearsal:
         compiling.BACKEND = "aot_eager"
