@@ -124,7 +124,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         if overrides is not None and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
             restart.begin_again(config, overrides, output, failure)
-        if (first := restart.first_failure()) is not None:
+        if (first := restart.find_first_failure()) is not None:
             failure.add_note(f"no step was trained since the first failure: {first}")
         raise
     finally:

@@ -42,13 +42,13 @@ def may_begin_again(config: Config, failure: RunFailed | ControlLost, private: b
     return lost and restarts() < config.trainer.restarts
 
 
-def first_failure() -> str | None:
+def find_first_failure() -> str | None:
     """Return what the run first began again after, since it last trained a step; None where that is nothing."""
     return os.environ.get(FIRST_FAILURE)
 
 
 def forget_failure_on_step(on_step: OnStep | None) -> OnStep:
-    """Return an ``on_step`` that forgets :func:`first_failure` once a step is trained."""
+    """Return an ``on_step`` that forgets :func:`find_first_failure` once a step is trained."""
 
     def forget(step: int, metrics: Mapping[str, float]) -> None:
         if step > 0:  # step 0 is the validation before the first one

@@ -17,7 +17,7 @@ from gkd.driver.checkpoints.restart import (
     COUNT,
     FIRST_FAILURE,
     begin_again,
-    first_failure,
+    find_first_failure,
     forget_failure_on_step,
     may_begin_again,
     restarts,
@@ -69,16 +69,16 @@ def test_not_more_often_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_failure_is_known_until_a_step_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: None)
-    assert first_failure() is None
+    assert find_first_failure() is None
     for failure in ("actor\nrank 0 died", "rollout rank 0 died"):
         begin_again(TWICE, [], tmp_path, WorkerDied(failure))
-        assert first_failure() == "actor rank 0 died"
+        assert find_first_failure() == "actor rank 0 died"
     steps: list[int] = []
     on_step = forget_failure_on_step(lambda step, _: steps.append(step))
     on_step(0, {})  # the validation before the first step
-    assert first_failure() == "actor rank 0 died"
+    assert find_first_failure() == "actor rank 0 died"
     on_step(4, {})
-    assert first_failure() is None and steps == [0, 4]
+    assert find_first_failure() is None and steps == [0, 4]
     forget_failure_on_step(None)(5, {})
 
 
