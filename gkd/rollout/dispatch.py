@@ -73,6 +73,8 @@ class RequestDispatcher:
                 break
             heapq.heappop(self._waiting)
             self._waiting_by_version[request.version] -= 1
+            if not self._waiting_by_version[request.version]:
+                del self._waiting_by_version[request.version]
             self._sampled[order] += 1
             engine = self._engine_for(request, emptiest, loads, without)
             self.at_work[engine][key] = request
@@ -89,7 +91,7 @@ class RequestDispatcher:
         if engine not in self.at_work:
             return True
         version = self.versions[engine]
-        return not self.load(engine) and not any(n for its, n in self._waiting_by_version.items() if its <= version)
+        return not self.load(engine) and all(its > version for its in self._waiting_by_version)
 
     def _engine_for(
         self, request: SampleRequest, emptiest: int, loads: Mapping[int, int], without: Collection[int]
