@@ -164,8 +164,7 @@ class RankTrainer:
         started = time.monotonic()
         for number, (samples, weights) in enumerate(chunks, start=first):
             self.accumulate(samples, weights, chunk=number)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._synchronize()
         return time.monotonic() - started
 
     @record_activity("update", lambda trainer, *_, **__: trainer.version)
@@ -202,7 +201,14 @@ class RankTrainer:
         self.optimizer.zero_grad(set_to_none=True)  # their memory is of use to the next on this GPU
         row = {**metrics, "actor/grad_norm": grad_norm, "actor/lr": lr}
         self.staging.end(step, row, final)
+        if final:
+            self._synchronize()
         return row
+
+    def _synchronize(self) -> None:
+        """Wait for a GPU, so that what it is at work on counts as this activity."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     @property
     def _algorithm(self) -> Algorithm:

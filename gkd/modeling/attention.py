@@ -47,15 +47,16 @@ def packed_attention(
         unsupported.append("attention_mask")
     if unsupported or cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"packed attention lacks sequence bounds or does not compute {unsupported}")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query.shape[-1]):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
     return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
 
 
-def kernel_takes(size: int) -> bool:
-    """Return whether flash attention's kernel has heads of ``size``; Gemma 4 has some of 512."""
-    return size <= WIDEST_HEAD and size % HEAD_STEP == 0
+def kernel_takes(query: Tensor, value: Tensor) -> bool:
+    """Return whether flash attention's kernel has heads of that size; Gemma 4 has some of 512."""
+    size = query.shape[-1]
+    return value.shape[-1] <= size <= WIDEST_HEAD and size % HEAD_STEP == 0
 
 
 def _variable_length(

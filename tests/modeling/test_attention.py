@@ -79,9 +79,11 @@ def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
 
 
 def test_the_kernel_is_not_given_heads_that_it_does_not_have() -> None:
-    assert [size for size in (16, 64, 80, 100, 128, 256, 264, 512) if attention.kernel_takes(size)] == [
-        16, 64, 80, 128, 256,
-    ]  # fmt: skip
+    def taken(size: int, value: int) -> bool:
+        return attention.kernel_takes(torch.empty(1, 2, 3, size), torch.empty(1, 2, 3, value))
+
+    assert [size for size in (16, 64, 80, 100, 128, 256, 264, 512) if taken(size, size)] == [16, 64, 80, 128, 256]
+    assert taken(192, 128) and not taken(128, 192)
 
 
 @pytest.mark.parametrize(
