@@ -208,7 +208,7 @@ class RankTrainer:
     def _synchronize(self) -> None:
         """Wait for a GPU, so that what it is at work on counts as this activity."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
 
     @property
     def _algorithm(self) -> Algorithm:
