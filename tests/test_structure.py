@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import gkd
 from gkd.actor.publishing import WeightSource
@@ -53,17 +56,40 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports() -> Iterator[tuple[str, str]]:
-    """Yield every import within the project: the room that has it, and the room that it is of."""
+@cache
+def syntax() -> dict[type, list[tuple[Path, Any]]]:
+    """Return all nodes of the project's syntax by their kinds, with the files that have them."""
+    nodes: dict[type, list[tuple[Path, Any]]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module == "gkd":
-                names = [f"gkd.{alias.name}" for alias in node.names]
-            for name in names:
-                if name.startswith("gkd.") and name.split(".")[1] != room_of(path):
-                    yield room_of(path), name.split(".")[1]
+            nodes.setdefault(type(node), []).append((path, node))
+    return nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_syntax() -> Iterator[None]:
+    yield
+    syntax.cache_clear()  # half a million nodes, which tests after these would search for garbage
+
+
+def imported_names() -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield every import, wherever in a file: in functions and for type checkers too.
+
+    Of ``from module import name``: the module, and the names; of ``import module`` there are no names.
+    """
+    for path, node in syntax()[ast.Import]:
+        yield from ((path, alias.name, []) for alias in node.names)
+    for path, node in syntax()[ast.ImportFrom]:
+        if node.module is not None:
+            yield path, node.module, [alias.name for alias in node.names]
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield every import within the project: the room that has it, and the room that it is of."""
+    for path, module, names in imported_names():
+        for name in [f"gkd.{name}" for name in names] if module == "gkd" else [module]:
+            if name.startswith("gkd.") and name.split(".")[1] != room_of(path):
+                yield room_of(path), name.split(".")[1]
 
 
 def test_imports_run_one_way() -> None:
@@ -80,19 +106,14 @@ def test_no_rooms_import_each_other() -> None:
 
 
 def file_imports() -> dict[Path, set[Path]]:
-    """Map every file to those that it imports, wherever in it: in functions and for type checkers too."""
+    """Map every file to those that it imports."""
     files = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
     modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in files.items()}
-    arrows: dict[Path, set[Path]] = {}
-    for path in files:
-        names = []
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                within = [f"{node.module}.{alias.name}" for alias in node.names]
-                names += [name if name in modules else node.module for name in within]
-        arrows[path] = {modules[name] for name in names if name in modules} - {path}
+    arrows: dict[Path, set[Path]] = {path: set() for path in files}
+    for path, module, imported in imported_names():
+        within = [f"{module}.{name}" for name in imported]
+        names = [name if name in modules else module for name in within] or [module]
+        arrows[path] |= {modules[name] for name in names if name in modules} - {path}
     return arrows
 
 
@@ -118,11 +139,8 @@ NO_VERBS = {"A", "An", "Be", "How", "It", "Say", "See", "Tell", "The", "This", "
 
 
 def definitions(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield every definition of a kind, with the file that has it."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, kind):
-                yield str(path.relative_to(PACKAGE)), node
+    """Yield every node of a kind, with the file that has it."""
+    return ((str(path.relative_to(PACKAGE)), node) for path, node in syntax()[kind])
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:

@@ -153,7 +153,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> P
 
 
 def _remove_dropout(lm: nn.Module) -> None:
-    """Take the model's own dropout away, also from layers that gradient checkpointing wants in training mode."""
+    """Take the model's own dropout away, also from layers that gradient checkpointing needs in training mode."""
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

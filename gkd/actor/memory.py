@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gkd.actor.batches import count_tokens, pack
 from gkd.config import Config
 from gkd.planning.advice.changes import LEVEL_NAMES, actor_overrides
 from gkd.planning.layout import with_settings
@@ -26,15 +27,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
-def smaller_budget(budget: int, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int | None:
-    """Return tokens a micro-batch may have after ``parts``, micro-batches of ``budget``, were too much.
+def smaller_budget(budget: int, lengths: Sequence[int], padded: bool = False) -> int | None:
+    """Return tokens a micro-batch may have after those of ``budget`` were too much for sequences of these ``lengths``.
 
-    Half of what the largest had; None where that was one sequence alone. ``parts`` are indices into ``lengths``.
+    Half of what the largest had; None where that was one sequence alone. A rank without any has the others' passes, of
+    which it knows no more than their budget.
     """
-    largest = max(parts, key=lambda part: sum(lengths[i] for i in part))
+    parts = pack(lengths, budget, padded)
+    largest = max(parts, key=lambda part: count_tokens(part, lengths, padded), default=None)
+    if largest is None:
+        return max(1, budget // 2)
     if len(largest) < 2:
         return None
-    return max(1, min(budget, sum(lengths[i] for i in largest)) // 2)
+    return max(1, min(budget, count_tokens(largest, lengths, padded)) // 2)
 
 
 def out_of_memory_text(config: Config, longest: int | None, budget: int, reason: str) -> str:

@@ -23,7 +23,8 @@ from gkd.durable import Checksum
 class RankSnapshot:
     """State of a rank: its part of weights and optimizer state, and the log-probabilities that it keeps.
 
-    ``applied`` is the step that the weights are of, None in the middle of one, of which ``rows`` are done.
+    ``applied`` is the step that the weights are of, None in the middle of one, of which ``rows`` are done and which
+    started from the weights ``version``.
     """
 
     part: Part
@@ -31,6 +32,7 @@ class RankSnapshot:
     reference: LogprobsByPlace
     applied: AppliedUpdate | None
     rows: tuple[Metrics, ...]
+    version: int
 
 
 class RankState:
@@ -50,14 +52,16 @@ class RankState:
 
     def keep(self) -> RankSnapshot:
         """Return what a new process in place of this one needs; also while this rank waits in a collective."""
-        part = part_of(self._optimizer, self._device, self._staging.updated)
-        return RankSnapshot(part, self._trainer.old, self._trainer.reference, self._staging.applied, self._staging.rows)
+        trainer, staging = self._trainer, self._staging
+        part = part_of(self._optimizer, self._device, staging.updated)
+        return RankSnapshot(part, trainer.old, trainer.reference, staging.applied, staging.rows, trainer.version)
 
     def take_over(self, kept: RankSnapshot) -> None:
         """Go on with what the process before this one had."""
         put_part(self._optimizer, kept.part)
         self._trainer.reread_optimizer()
         self._trainer.old, self._trainer.reference = kept.old, kept.reference
+        self._trainer.start_version = kept.version
         self._staging.set(kept.applied, kept.rows)
 
     def stage(self) -> AppliedUpdate | None:

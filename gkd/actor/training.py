@@ -65,7 +65,8 @@ class RankTrainer:
         """Under the weights before the batch's first update."""
         self.reference: LogprobsByPlace = {}
         """Under the model without its adapter."""
-        self._version = 0  # of the weights that the present step starts from
+        self.start_version = 0
+        """Of the weights that the present step starts from."""
         self._sums: MetricSums | None = None  # of the chunks since the last update
         self._failed: OutOfMemory | None = None
         self._n_updates: int | None = None  # of the optimizer, which may have the number on the GPU; None: to be read
@@ -74,7 +75,7 @@ class RankTrainer:
     @property
     def version(self) -> int:
         """Of the weights that are there, which an update starts from."""
-        return self._version if self.staging.applied is None else self.staging.applied.step
+        return self.start_version if self.staging.applied is None else self.staging.applied.step
 
     @record_activity("log-probabilities")
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
@@ -136,7 +137,7 @@ class RankTrainer:
         ``n_positions``: :class:`Totals` then has them. ``chunk``: number in the step; 0 forgets what was accumulated.
         Raises OutOfMemory as :meth:`_run_fitting`, with nothing changed; then also for all further chunks.
         """
-        self._version = self.version
+        self.start_version = self.version
         if chunk == 0:
             self._sums = self._failed = None
             self.optimizer.zero_grad(set_to_none=True)
@@ -274,7 +275,7 @@ class RankTrainer:
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
         self.optimizer.zero_grad(set_to_none=True)
         lengths = [sample.n_tokens for sample in samples]
-        smaller = smaller_budget(self.budget, lengths, pack(lengths, self.budget))
+        smaller = smaller_budget(self.budget, lengths, padded=not self.student.is_packed)
         longest = max(lengths, default=0)
         raise OutOfMemory(out_of_memory_text(self.config, longest, self.budget, reason), smaller)
 
@@ -292,7 +293,7 @@ class RankTrainer:
         """
         scored = self._with_reference(samples)
         old = [self.old.get(sample.place) for sample in samples]
-        parts = pack([sample.n_tokens for sample in samples], self.budget)
+        parts = self._pack(samples)
         widest = max((s.teacher.ids.shape[1] for s in scored if s.teacher), default=0)
         # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
         n_parts, top_k, any_old = self._agree(len(parts), widest, int(any(values is not None for values in old)))
@@ -317,7 +318,7 @@ class RankTrainer:
                 (total * self.world).backward()
             by_token, most = measured.sums, measured.largest
             if self.config.schedule.max_staleness and train:
-                stale = send(stale_tokens([samples[i] for i in part], self._version), self.device)
+                stale = send(stale_tokens([samples[i] for i in part], self.start_version), self.device)
                 by_token, most = split_by_age(by_token, most, stale)
             for name, value in measured.losses.items():
                 losses[name] += value.detach()
@@ -338,9 +339,12 @@ class RankTrainer:
             s if own is None else replace(s, reference=own.numpy()) for s, own in zip(scored, references, strict=True)
         ]
 
+    def _pack(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        return pack([sample.n_tokens for sample in samples], self.budget, padded=not self.student.is_packed)
+
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         """Return micro-batches of this rank, as many as any rank has: the last of them may be empty."""
-        parts = pack([sample.n_tokens for sample in samples], self.budget)
+        parts = self._pack(samples)
         (n_parts,) = self._agree(len(parts))
         return parts + [[]] * (n_parts - len(parts))
 

@@ -18,7 +18,9 @@ def main(arguments: Sequence[str]) -> int:
     """Write the page once, or again and again; returns the exit code."""
     parser = Parser("gkd report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page; by default report.html in the first RUN")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page, or the directory of report.html; that of the first RUN"
+    )
     parser.add_argument("--watch", action="store_true", help="write it again until all runs have ended, or Ctrl-C")
     parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="with --watch: how often (10)")
     options = parser.parse_args(arguments)
@@ -29,7 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.observability.run_files import RunFiles
 
     runs = [RunFiles(path) for path in dict.fromkeys(options.runs)]
-    file: Path = options.output or runs[0].path / REPORT
+    file: Path = options.output or runs[0].path
+    if file.is_dir():
+        file /= REPORT
     for run in runs:
         if not run.rows:
             raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")

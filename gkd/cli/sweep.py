@@ -21,13 +21,14 @@ from rich.table import Table
 from gkd.cli.compare import show_each_score
 from gkd.config import Config, quote, user_path
 from gkd.config.output_files import METRICS, REPORT
+from gkd.driver.checkpoints.restart import forget_unsaved
 from gkd.driver.output_dir import make_directory, require_no_run, require_writable
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals
 from gkd.observability.page.write import write_page
 from gkd.observability.progress import console
-from gkd.observability.report import Summary, read
+from gkd.observability.report import Summary, read, steps_done
 from gkd.observability.run_files import RunFiles
 
 MAX_RUNS = 1_000
@@ -88,8 +89,11 @@ def _require_files(configs: Sequence[Config]) -> None:
 def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
     """Yield a run for each combination of the values that overrides list, the last override changing fastest.
 
-    Raises ConfigError where no override lists any, for a file that is no override, and for too many runs.
+    Raises ConfigError where no override lists any, for a file that is no override, for too many runs, and for two of
+    one name.
     """
+    from hydra.core.override_parser.types import Glob
+
     from gkd.config.compose import parse_overrides
 
     choices: list[list[tuple[str, str]]] = []  # of each override: what a run is named for it, and what it is written as
@@ -98,6 +102,8 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
         if parsed is None or not parsed.is_sweep_override():
             choices.append([("", override)])
             continue
+        if isinstance(parsed.value(), Glob):
+            raise ConfigError(f"--multirun: {override}: glob() chooses among files of Hydra's; name the values")
         key = parsed.get_key_element()
         choices.append([(f"{key.lstrip('+')}={value}", f"{key}={value}") for value in parsed.sweep_string_iterator()])
     n = 1
@@ -107,9 +113,13 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
         raise ConfigError("--multirun: no setting has several values, such as actor.lr=1e-5,1e-4")
     if n > MAX_RUNS:
         raise ConfigError(f"--multirun: {n:,} runs are more than {MAX_RUNS:,}")
+    names = set[str]()
     for combination in itertools.product(*choices):
-        name = ",".join(name for name, _ in combination if name)
-        yield SweptRun(_as_name(name), tuple(text for _, text in combination))
+        name = _as_name(",".join(name for name, _ in combination if name))
+        if name in names:
+            raise ConfigError(f"--multirun: two runs would have the directory {name}: name each value once")
+        names.add(name)
+        yield SweptRun(name, tuple(text for _, text in combination))
 
 
 def _as_name(text: str) -> str:
@@ -130,8 +140,9 @@ def _run(run: SweptRun, config: Config, directory: Path) -> int:
     """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first."""
     path = directory / run.name
     further = [f"trainer.output_dir={quote(str(path))}"]
-    if config.trainer.resume:  # what an interrupted sweep has not begun has nothing to go on with
-        further.append(f"trainer.resume={str(path.is_dir()).lower()}")
+    if config.trainer.resume:  # what an interrupted sweep has not begun, or saved nothing of, has nothing to go on with
+        begun = path.is_dir() and (steps_done(path) is not None or not forget_unsaved(path))
+        further.append(f"trainer.resume={str(begun).lower()}")
     if config.trainer.run_group is None:
         further.append(f"trainer.run_group={quote(directory.name)}")
     with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:

@@ -84,7 +84,9 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     Raises ConfigError or RunFailed; leaves no process behind. Where it loses workers, this process is replaced by one
     that goes on, given the ``overrides`` that ``config`` is made of. ``on_step``: as of :func:`gkd.train`.
     """
-    from gkd.cluster.session.connect import connect
+    from gkd.cluster.session.connect import connect, run_address
+    from gkd.config.device import installed_device
+    from gkd.config.transfer import require_gpus
     from gkd.driver.checkpoints import restart
     from gkd.driver.checkpoints.resume import explain_finished, find
     from gkd.observability.progress import console, log_to
@@ -94,6 +96,8 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     out = console()
     log_to(out)
     require_trackers(config)
+    if run_address(config.cluster) is None:  # workers are on this machine
+        require_gpus(config.weights, installed_device())
     _require_home(config.data.cache_dir)
     output = make_output_dir(config)
     descriptor = claim(output)
@@ -123,12 +127,22 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     except (RunFailed, ControlLost) as failure:
         if overrides is not None and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
+            _raise_received(output, failure)
             restart.begin_again(config, overrides, output, failure)
         if (first := restart.find_first_failure()) is not None:
             failure.add_note(f"no step was trained since the first failure: {first}")
         raise
     finally:
         os.close(descriptor)
+
+
+def _raise_received(output: Path, failure: Exception) -> None:
+    """Raise the end that a signal asked for while the run was closed after a ``failure``."""
+    from gkd.cluster.session.shutdown import received_signal
+
+    if (end := received_signal()) is not None:
+        end.add_note(_describe_newest_checkpoint(output))
+        raise end from failure
 
 
 def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable[[str], None]) -> Inputs:

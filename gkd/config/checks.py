@@ -153,11 +153,12 @@ def _the_adapter_can_be_sent_alone(config: Config) -> None:
 
 
 def _the_engine_samples_at_the_temperature(config: Config) -> None:
-    engine, highest = config.rollout.engine, config.rollout.engine_class.max_temperature
-    if highest is not None and config.rollout.temperature > highest:
+    engine, temperature = config.rollout.engine, config.rollout.temperature
+    lowest, highest = config.rollout.engine_class.temperatures or (temperature, temperature)
+    if not lowest <= temperature <= highest:
         raise ValueError(
-            f"rollout.temperature={config.rollout.temperature:g}: rollout.engine={engine} samples at up to "
-            f"{highest:g}, rollout.engine=hf at any temperature"
+            f"rollout.temperature={temperature:g}: rollout.engine={engine} samples at {lowest:g} to {highest:g}, "
+            "rollout.engine=hf at any temperature"
         )
 
 
@@ -168,6 +169,31 @@ def _policy_gradient_is_on_policy(config: Config) -> None:
             f"algorithm.loss.name={loss.name} is a policy gradient on the plain model's samples: "
             "rollout.temperature, rollout.top_p and algorithm.loss.temperature must be 1, without rollout.top_k, "
             "rollout.min_p and rollout.presence_penalty"
+        )
+
+
+def _dropout_leaves_the_ratio(config: Config) -> None:
+    """Ask for the same network in the passes that a ratio compares: dropout makes another one of each."""
+    dropout, algorithm = config.actor.lora.dropout if config.actor.lora.r is not None else 0.0, config.algorithm
+    if dropout and algorithm.policy_weight and (updates := config.several_updates) is not None:
+        raise ValueError(
+            f"actor.lora.dropout={dropout:g}: {updates}, and algorithm.name={algorithm.name} compares the student of "
+            "each with that before, which dropout makes another one; actor.lora.dropout=0 would do"
+        )
+
+
+def _scorers_know_no_penalty(config: Config) -> None:
+    penalty, algorithm = config.rollout.presence_penalty, config.algorithm
+    if config.has_reference_group:
+        scorer = f"the reference of algorithm.kl.coef={algorithm.kl.coef:g}"
+    elif algorithm.advantage.teacher_kl > 0:
+        scorer = f"the teacher of algorithm.advantage.teacher_kl={algorithm.advantage.teacher_kl:g}"
+    else:
+        return
+    if penalty:
+        raise ValueError(
+            f"rollout.presence_penalty={penalty:g}: {scorer} scores without it, so that the student would learn to "
+            "repeat itself; rollout.presence_penalty=0 would do"
         )
 
 
@@ -305,6 +331,8 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _the_adapter_can_be_sent_alone,
     _the_engine_samples_at_the_temperature,
     _policy_gradient_is_on_policy,
+    _dropout_leaves_the_ratio,
+    _scorers_know_no_penalty,
     _rewards_can_be_learned_from,
     _own_answers_can_be_learned_from,
     _supervised_training_samples_nothing,

@@ -6,6 +6,7 @@ mistake becomes one :class:`ConfigError`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, settings, suggest
-from gkd.config.base import GROUP_OF
+from gkd.config.base import GROUP_OF, user_path
 from gkd.config.data import TASKS
 from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, open_sections, plain_name, read_yaml
 from gkd.config.open import OpenSections
@@ -161,7 +162,7 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
         if setting not in replaced:
             continue
         before, after = (
-            {make_absolute(str(name)) for name in ([named] if isinstance(named, str) else named or [])}
+            {make_absolute(str(name)) for name in _list_named(named)}
             for named in (_get_value(values, setting), replaced[setting])
         )
         if not issubclass(kind, OpenSections):
@@ -173,11 +174,21 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
                 _get_value(values, section).pop(shorten_name(name), None)
 
 
+def _list_named(value: Any) -> list[Any]:
+    """Return the names that a setting has, one or a list; none for any other value, which its check refuses."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, list) else []
+
+
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar, whatever they name. Raises ConfigError for what it does not have."""
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
+        for override in overrides:
+            if override and os.path.exists(user_path(override)):  # noqa: PTH110 - it takes any text, Path.exists not
+                raise ConfigError(f"{override}: a file or directory is no setting, unless it is a .yaml file") from None
         reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
         raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
     return parsed

@@ -41,7 +41,7 @@ def rates(config: Config) -> Rates:
 
 def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
-    for doubt in (_learning_rate(config), _staleness(config)):
+    for doubt in (_learning_rate(config), _warmup(config), _staleness(config)):
         if doubt is not None:
             yield doubt
 
@@ -66,6 +66,14 @@ def _learning_rate(config: Config) -> str | None:
         f"actor.lr={lr:g} is unlikely to work: for {trained} learning from {source} {bounds.usual / 4:g} to "
         f"{bounds.usual * 5:g} is usual ({bounds.usual:g} unless set); {why}"
     )
+
+
+def _warmup(config: Config) -> str | None:
+    """Return a warning where the learning rate never gets to what it is set to; None where it does."""
+    n_steps, total = config.actor.warmup_steps, config.trainer.total_steps
+    if n_steps <= total:
+        return None
+    return f"actor.warmup_steps={n_steps}: the learning rate still rises after trainer.total_steps={total}"
 
 
 def _staleness(config: Config) -> str | None:

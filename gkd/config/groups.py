@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,7 +29,16 @@ OVERBOOKED = 2
 waits for them, and few enough that the last one is reached in time. All others wait at the clients, where their time
 does not run and what is trained first is sent first."""
 
-Size = Annotated[str | None, Field(pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)[mMbB]$")]
+_SIZE = re.compile(r"(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)[mMbB]")
+
+
+def _require_size(size: str | None) -> str | None:
+    if size is not None and not _SIZE.fullmatch(size):
+        raise ValueError("a number of parameters, in millions or billions, such as 350m or 7b")
+    return size
+
+
+Size = Annotated[str | None, AfterValidator(_require_size)]
 
 
 class _PathOrSize(Settings):

@@ -232,9 +232,11 @@ class Algorithm(Settings):
             raise ValueError(
                 f"reward_weight={self.reward_weight:g}: {self.name} has no other loss to be weighed against"
             )
+        self._require_nothing_of_samples()
+        if not self.distils and (unused := [f"loss.{k}={v}" for k, v in find_changed_settings(self.loss).items()]):
+            raise ValueError(f"{unused[0]} is about learning from a teacher, and name={self.name} does not")
         if self.policy_weight:
             return self
-        self._require_nothing_of_samples()
         unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
         sampling = [] if self.weighs_samples else ["importance_sampling"]
         for section in ("advantage", "policy", *sampling, "dynamic_sampling"):

@@ -117,6 +117,9 @@ def _error(error: ValidationError) -> ConfigError:
         shown = f"={context['value']}" if context["value"] else ""
         return ConfigError(f"{key}.{context['key']}{shown}: {_lower_first(str(context['why']))}")
     message = _lower_first(str(first["msg"]).removeprefix("Value error, "))
+    begin = re.match(r"\w+(\.\w+)*", message)
+    if begin is not None and f"{key}.{begin[0]}" in settings():  # a section's own check begins with what is wrong in it
+        return ConfigError(f"{key}.{message}")
     shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
     return ConfigError(f"{key}{shown}: {message}" if key else message)
 

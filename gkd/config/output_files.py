@@ -41,11 +41,11 @@ def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
 
     ``fields``: what every one of them has, and of which type. Raises ConfigError, naming the line, for other lines.
     """
-    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+    *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))
             if not isinstance(row, dict):
                 raise TypeError("it is no object")
             for name, kind in fields.items():

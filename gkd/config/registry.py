@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ class Registry:
         from gkd.config.hints import suggest  # which may import this module
 
         names = self.names()
+        if name.endswith((".py", ":")):
+            raise ValueError(f"{self.setting}={name}: a name in it is to come after it: {name.rstrip(':')}:NAME")
         if name not in names and ":" not in name:
             raise ValueError(
                 f"{self.setting}={name}: no such choice{suggest(name, names)}; there are "
@@ -90,7 +93,8 @@ def settings_class(kind: Any) -> Any:
 
 def _attribute(entry: str) -> Any:
     module, _, attribute = entry.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    loaded = getattr(sys.modules.get(module), attribute, None)  # a plan does this a million times
+    return getattr(importlib.import_module(module), attribute) if loaded is None else loaded
 
 
 def make_absolute(name: str) -> str:
@@ -107,14 +111,23 @@ def shorten_name(name: str) -> str:
 
 
 def _load_own(setting: str, name: str) -> Any:
+    from gkd.config.hints import suggest  # which may import this module
+
     path, (module, _, attribute) = file_of(name), name.rpartition(":")
     file = None if path is None else _local_copy(path)
     if file is not None and not file.is_file():
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
     try:
-        return getattr(importlib.import_module(module) if file is None else _module(file), attribute)
+        imported = importlib.import_module(module) if file is None else _module(file)
+        own = getattr(imported, attribute, None)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
-        raise ConfigError(f"{setting}: {name} cannot be imported: {describe_error(error)}") from None
+        where = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        line = f" (line {where[-1]})" if where else ""
+        raise ConfigError(f"{setting}: {name} cannot be imported: {describe_error(error)}{line}") from None
+    if own is None:
+        there = [key for key, value in vars(imported).items() if not isinstance(value, ModuleType)]
+        raise ConfigError(f"{setting}: {name}: {file or module} has no {attribute}{suggest(attribute, there)}")
+    return own
 
 
 def file_of(name: str) -> Path | None:

@@ -101,11 +101,12 @@ class Reward(OpenSections):
         if len(set(self.functions)) != len(self.functions):
             raise ValueError("functions names one twice")
         if self.weights is not None and len(self.weights) != len(self.functions):
-            raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
+            raise ValueError(f"weights={self.weights}: there are {len(self.functions)} functions")
         for name in self.functions:
             reward = REWARDS.load(name)
             if not callable(reward) or (isinstance(reward, type) and not _makes_callables(reward)):
-                raise ValueError(f"functions: {name} is no function but {type(reward).__name__}")
+                what = "is a class without __call__" if isinstance(reward, type) else f"is {type(reward).__name__}"
+                raise ValueError(f"functions: {name} is no function: it {what}")
             self._group_of[name] = getattr(reward, "group", None)
             if getattr(reward, "needs_answer", False):
                 self._functions_needing_answers.append(name)

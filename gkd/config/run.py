@@ -147,14 +147,21 @@ class Config(Settings):
         return algorithm.model_copy(update={"importance_sampling": decided})
 
     @property
-    def streaming_obstacle(self) -> str | None:
-        """Why gradients cannot be added up before the whole batch is there; None where they can."""
-        actor, algorithm = self.actor, self.algorithm
-        samples = self.trainer.batch_size * self.rollout.n
+    def several_updates(self) -> str | None:
+        """Which setting makes several optimizer steps of a batch; None where it is one."""
+        actor = self.actor
         if actor.epochs > 1:
             return f"actor.epochs={actor.epochs} learns from each batch several times"
-        if actor.mini_batch_size is not None and actor.mini_batch_size < samples:
+        if actor.mini_batch_size is not None and actor.mini_batch_size < self.trainer.batch_size * self.rollout.n:
             return f"actor.mini_batch_size={actor.mini_batch_size} makes several updates of a batch"
+        return None
+
+    @property
+    def streaming_obstacle(self) -> str | None:
+        """Why gradients cannot be added up before the whole batch is there; None where they can."""
+        algorithm = self.algorithm
+        if self.several_updates is not None:
+            return self.several_updates
         if algorithm.policy_weight and algorithm.dynamic_sampling.max_rounds > 1:
             rounds = algorithm.dynamic_sampling.max_rounds
             return f"algorithm.dynamic_sampling.max_rounds={rounds} chooses from the whole batch what is learned from"

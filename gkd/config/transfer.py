@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gkd.config.cluster import TRANSFERS, Weights
+from gkd.config.device import Device
 from gkd.config.groups import Rollout
 from gkd.errors import ConfigError
 
@@ -20,6 +21,12 @@ class Place(Protocol):
     @property
     def gpu_uuids(self) -> list[str]:
         """UUIDs of the worker's GPUs."""
+
+
+def require_gpus(weights: Weights, device: Device) -> None:
+    """Raise ConfigError for a transfer between GPUs where all workers are on ``device``, a CPU."""
+    if device == "cpu" and weights.transfer_class.gpu_to_gpu:
+        raise ConfigError(f"weights.transfer={weights.transfer}: there are no GPUs; object_store or auto would do")
 
 
 def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], rollout: Sequence[Place]) -> str:

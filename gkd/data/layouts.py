@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gkd.config import Data
-from gkd.data.row import Row
+from gkd.data.row import Row, is_missing
 from gkd.errors import ConfigError
 
 VERL_ANSWER = "reward_model.ground_truth"
@@ -72,7 +72,7 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
             raise ConfigError(
                 f"{row.place}: {key!r} is or holds a {kind}; an answer is text, a number, a list of these, or messages"
             )
-    return tuple(str(answer) for answer in answers if answer is not None)
+    return tuple(str(answer) for answer in answers if not is_missing(answer))
 
 
 def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -18,7 +18,8 @@ class ModelInfo:
     ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
     ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together.
     ``n_tokens``: ids the tokenizer has, 0 without one; rows from there on are padding. ``stateful``: some layers keep
-    a state beside or instead of keys and values.
+    a state beside or instead of keys and values. ``rope_positions``: the longest sequence beside which another token
+    leaves LongRoPE the frequencies of short ones, None with other encodings of positions.
     """
 
     vocabulary: int
@@ -26,6 +27,7 @@ class ModelInfo:
     eos_ids: list[int]
     n_tokens: int
     stateful: bool = False
+    rope_positions: int | None = None
 
     @staticmethod
     def read(path: str, setting: str, tokenizer: Any = None) -> ModelInfo:
@@ -56,7 +58,7 @@ class ModelInfo:
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
             positions = _count(positions, f"{name}: max_position_embeddings")
-        return ModelInfo(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text))
+        return ModelInfo(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text), _rope_positions(text))
 
 
 def _ids(value: Any, what: str) -> list[int]:
@@ -78,6 +80,14 @@ def _is_stateful(text: Any) -> bool:
     stateless = {"moe", "mlp"}
     kinds = set(getattr(text, "layer_types", None) or ()) - stateless
     return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
+
+
+def _rope_positions(text: Any) -> int | None:
+    """Return the length that ModelInfo has of LongRoPE, of all kinds of layers the shortest."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [parameters, *(own for own in parameters.values() if isinstance(own, dict))]
+    ends = [own.get("original_max_position_embeddings") for own in kinds if own.get("rope_type") == "longrope"]
+    return min((end - 1 for end in ends if end), default=None)
 
 
 def has_experts(config: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,11 @@ from gkd.errors import ConfigError
 
 KEYS_SHOWN = 20
 _ABSENT = object()
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a column's value stands for none: null, or NaN or an infinity, as tables write what they lack."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 @dataclass(frozen=True, slots=True)

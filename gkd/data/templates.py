@@ -9,7 +9,7 @@ from typing import Any
 from gkd.config import Data
 from gkd.config.data import PLACE
 from gkd.data.layouts import messages_to_answer, prompt_of
-from gkd.data.row import Row
+from gkd.data.row import Row, is_missing
 from gkd.errors import ConfigError, one_line
 
 
@@ -80,8 +80,8 @@ def _fill(row: Row, template: str) -> str:
         if place["name"] is None:  # doubled braces
             return place[0][1:-1]
         value = row.get(place["name"], "data.prompt_template")
-        if not isinstance(value, str | int | float):
-            kind = "null" if value is None else type(value).__name__
+        if is_missing(value) or not isinstance(value, str | int | float):
+            kind = "null" if value is None else str(value) if isinstance(value, float) else type(value).__name__
             raise ConfigError(f"{row.place}: {place['name']!r} is {kind}, which data.prompt_template cannot hold")
         return str(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from gkd.cluster.health.queues import QueueFile
 from gkd.cluster.layout.assignment import print_table
 from gkd.cluster.session.connect import Session
 from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, place
-from gkd.config import Config
+from gkd.config import Config, Engine
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
@@ -46,6 +47,7 @@ from gkd.planning.layout import models_of, with_settings
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")
+CPU_SPLIT = "on a CPU all groups share its cores, however GPUs are split"
 
 
 def drive(
@@ -118,8 +120,8 @@ def _drive(
                 state, end = _train_and_save(config, system.parts, run_log, saved, output / "model")
             finally:
                 timeline.write()
-            on_gpus = placement.groups["actor"].reports[0].device == "cuda"  # whose times depend on the split
-            _print_pace(config, output, run_log, requested if on_gpus else None)
+            on_gpus = placement.groups["actor"].reports[0].device == "cuda"
+            _print_pace(config, output, run_log, requested.rollout, on_gpus)
             if stop.reason is not None:
                 progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
@@ -142,12 +144,14 @@ def _forget_after(saved: SavedCheckpoint, output: Path, metrics: Path, samples: 
     return saved.state.step
 
 
-def _print_pace(config: Config, output: Path, log: RunLog, requested: Config | None) -> None:
-    """Print in one line where the time went and, with the configuration as it was ``requested``, a faster split."""
-    pace = log.timeline.summary()
-    split = faster_split(config, output, requested.rollout) if pace and requested is not None else ""
-    if text := "; ".join(filter(None, (pace, split))):
-        log.progress.print_line(text)
+def _print_pace(config: Config, output: Path, log: RunLog, requested: Engine, on_gpus: bool) -> None:
+    """Print in one line where the time went, and which split of the GPUs would be faster, if steps were timed.
+
+    ``requested``: the rollout section as it was requested.
+    """
+    if pace := log.timeline.summary():
+        split = faster_split(config, output, requested) if on_gpus else CPU_SPLIT
+        log.progress.print_line("; ".join(filter(None, (pace, split))))
 
 
 def _write(config: Config, output: Path) -> None:
@@ -236,12 +240,23 @@ def _validate_before(parts: Parts, log: RunLog) -> RunState:
 def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) -> RunState:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
     log.progress.show_status(f"reading {saved.path}")
+    measured = {**saved.state.before, **saved.state.validated}
+    if log.best is not None:
+        log.best.require(measured)
+    if log.stop is not None:
+        log.stop.require(measured)
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
     parts.prompts.restore(saved.state.prompts)
     parts.sync.push()
-    log.progress.validated = saved.state.validated
     log.progress.print_line(f"going on after step {saved.state.step} from {saved.path}")
-    return saved.state
+    state = saved.state
+    if state.row is None and (state.step == config.trainer.total_steps or log.stops_early):
+        # No step is left whose end would validate, and the scores of the validation before it went with its process.
+        log.progress.show_status("validating")
+        now = keep_finite(parts.validation.run()) | keep_finite(parts.val_sets.run(parts.val_sets.sets))
+        state = dataclasses.replace(state, validated={**state.validated, **now})
+    log.progress.validated = state.validated
+    return state
 
 
 def _place_and_show(config: Config, session: Session, output: Path) -> Placement:

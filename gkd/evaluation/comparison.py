@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,24 +30,39 @@ class Comparison:
 def read_all(paths: Sequence[Path]) -> list[Results]:
     """Read files of results, all of them of a directory, run, evaluation or sweep. Raises ConfigError for none.
 
-    Models of one name and set in two directories, as those of runs ``a/seed0`` and ``b/seed0``, get the name of the
-    directory above too.
+    Models of one name and set in two directories, as those of runs ``a/seed0`` and ``b/seed0``, get the names of as
+    many directories above as tell them apart.
     """
     files = [(file, read_results(file)) for path in paths for file in _files(path)]
     homes: dict[tuple[str, str], set[Path]] = {}
     for file, result in files:
-        homes.setdefault((result.set, result.model), set()).add(file.absolute().parent)
+        homes.setdefault((result.set, result.model), set()).add(_find_home(file))
     twice = {model for (_, model), directories in homes.items() if len(directories) > 1}
+    names: dict[str, dict[Path, str]] = {}
+    for model in twice:
+        names[model] = _name_homes(model, {_find_home(file) for file, result in files if result.model == model})
     return [
-        replace(result, model=f"{_name_home(file)}/{result.model}") if result.model in twice else result
+        replace(result, model=names[result.model][_find_home(file)]) if result.model in twice else result
         for file, result in files
     ]
 
 
-def _name_home(file: Path) -> str:
-    """Return the name of the directory that holds a run, or an evaluation, with this file of results."""
+def _find_home(file: Path) -> Path:
+    """Return the directory of the run, or of the evaluation, that this file of results is of."""
     home = file.absolute().parent
-    return (home.parent.parent if home.name == "results" else home).name
+    return home.parent if home.name == "results" else home
+
+
+def _name_homes(model: str, homes: Collection[Path]) -> dict[Path, str]:
+    """Return what a model of each of ``homes`` is called: with the last directories that no other home ends with.
+
+    A run's model is named by the run's directory, which is not named twice.
+    """
+    n_parts = 1
+    while len({home.parts[-n_parts:] for home in homes}) < len(homes):
+        n_parts += 1
+    names = {home: "/".join(home.parts[-n_parts:]) for home in homes}
+    return {home: name if home.name == model and n_parts > 1 else f"{name}/{model}" for home, name in names.items()}
 
 
 def _files(path: Path) -> list[Path]:

@@ -146,8 +146,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Of an engine that takes ``gpu_memory_utilization`` of a GPU, and captures graphs and keeps a cache in it."""
     quantizes: ClassVar[bool] = False
     """Whether the engine takes ``quantization``, the name of a method of vLLM's."""
-    max_temperature: ClassVar[float | None] = None
-    """The highest temperature that the engine samples at; None for any."""
+    temperatures: ClassVar[tuple[float, float] | None] = None
+    """The lowest and the highest temperature that the engine samples at; None for any."""
     adapter_ranks: ClassVar[tuple[int, ...]] = ()
     """Sizes that LoRA adapters are given room for, rising; empty where adapters have to be merged into the weights."""
     gpu_transfers: ClassVar[bool] = False

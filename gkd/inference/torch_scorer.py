@@ -86,8 +86,10 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         self.device, self._stop_ids = spec.device, spec.model.eos_ids
         self._n_tokens = spec.max_num_batched_tokens or self.pass_tokens[spec.device]
         self.model = _load(spec)
+        from gkd.modeling.backbone import is_packed
         from gkd.modeling.head import Head
 
+        self._is_packed = is_packed(self.model)
         self._head = Head(self.model)
         self.limits = Limits(
             scorer=spec.name,
@@ -139,18 +141,23 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         """Take the sequences of the next pass, the one that has waited longest first."""
         chosen: list[tuple[int, ScoreRequest]] = []
         left: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
-        n_tokens = 0
+        lengths = 0, 0  # together, and of the longest
         for key, request in self._waiting:
-            if isinstance(request, ScoreRequest) and (not chosen or self._joins(request, chosen[0][1], n_tokens)):
+            if isinstance(request, ScoreRequest) and (not chosen or self._joins(request, chosen, *lengths)):
                 chosen.append((key, request))
-                n_tokens += len(request.token_ids)
+                lengths = lengths[0] + len(request.token_ids), max(lengths[1], len(request.token_ids))
             else:
                 left.append((key, request))
         self._waiting = left
         return chosen
 
-    def _joins(self, request: ScoreRequest, first: ScoreRequest, n_tokens: int) -> bool:
-        if n_tokens + len(request.token_ids) > self._n_tokens:
+    def _joins(
+        self, request: ScoreRequest, chosen: Sequence[tuple[int, ScoreRequest]], n_tokens: int, longest: int
+    ) -> bool:
+        """Return whether there is room for ``request`` beside the ``chosen``, padded where the model takes rows."""
+        length, first = len(request.token_ids), chosen[0][1]
+        n_computed = n_tokens + length if self._is_packed else (len(chosen) + 1) * max(longest, length)
+        if n_computed > self._n_tokens:
             return False
         return self.device == "cuda" or self._padded_length(request) == self._padded_length(first)
 

@@ -40,7 +40,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     can_sample = needs_vllm = tensor_parallel = gpu_transfers = in_flight = True
     managed_memory = VLLM_MEMORY
-    max_temperature = 2.0  # SamplingParams refuses more
+    temperatures = 0.01, 2.0  # SamplingParams samples lower ones at the lowest, and refuses more
     adapter_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -168,7 +168,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         sleep(self.engine, self.device)
 
     def wake(self, weights_only: bool = False) -> None:
-        """Become as before; ``weights_only``: without a cache, as far as new weights need."""
+        """Compute again as before :meth:`sleep`; ``weights_only``: without a cache, as far as new weights need."""
         wake(self.engine, self.device, weights_only)
 
     def load_weights(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
@@ -207,8 +207,6 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
     def close(self) -> None:
         """Free memory and end processes."""
-        if self._adapter is not None:
-            self._adapter.close()
         self.engine.engine_core.shutdown()
 
 

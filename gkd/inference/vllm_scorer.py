@@ -18,7 +18,7 @@ as one would expect:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
             key = int(output.request_id)
             running = self._running.pop(key)
             if isinstance(running.request, ScoreRequest):
-                if running.reads_cache and (output.num_cached_tokens or 0) >= running.request.spans[0][0]:
+                if running.reads_cache and lacks_rows(running.request, running.rows, output.num_cached_tokens or 0):
                     self._start(key, running.request, reads_cache=False)
                     continue
                 whole = self.limits.width(running.request) == self.limits.rows(running.request)
@@ -171,7 +171,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
         sleep(self.llm_engine, self._device)
 
     def wake(self, weights_only: bool = False) -> None:
-        """Become as before."""
+        """Compute again as before :meth:`sleep`."""
         wake(self.llm_engine, self._device, weights_only)
 
     def has_lost_process(self) -> bool:
@@ -250,6 +250,15 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
         processor = self.llm_engine.output_processor.request_states[internal].logprobs_processor
         assert callable(processor._update_prompt_logprobs), "vLLM has changed"
         processor._update_prompt_logprobs = rows.append
+
+
+def lacks_rows(request: ScoreRequest, chunks: Sequence[Any], n_cached: int) -> bool:
+    """Return whether the cache had ``n_cached`` tokens that were to be scored, or more than those after a preemption.
+
+    Of what a request found in the cache when it went on again vLLM keeps no count; its rows are missing.
+    """
+    n_wanted = sum(stop - start for start, stop in request.spans)
+    return n_cached >= request.spans[0][0] or sum(len(chunk.logprobs) for chunk in chunks) < n_wanted
 
 
 def _target(request: ScoreRequest, chunks: list[Any], whole: bool) -> Target:

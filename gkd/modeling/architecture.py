@@ -24,6 +24,15 @@ def has_plain_attention(config: Any) -> bool:
     return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
 
 
+def count_windowed_layers(config: Any) -> int:
+    """Return how many layers attend to a window of the tokens before."""
+    text = config.get_text_config()
+    if not getattr(text, "sliding_window", None):
+        return 0
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return sum(kind == "sliding_attention" for kind in kinds)
+
+
 def class_of(config: Any) -> Any:
     """Return transformers' causal language model with that configuration; None where it has none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

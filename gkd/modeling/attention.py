@@ -7,7 +7,8 @@ Shapes: H query heads, G key-value heads, L tokens, D head size, S sequences, M 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -51,6 +52,24 @@ def packed_attention(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
     return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
+
+
+@contextmanager
+def count_windows() -> Iterator[list[int]]:
+    """Yield the windows that the attention of packed sequences is given meanwhile, one a call that has one."""
+    windows = list[int]()
+    attend = AttentionInterface()[NAME]
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        if (window := kwargs.get("sliding_window")) is not None:
+            windows.append(window)
+        return attend(*args, **kwargs)
+
+    AttentionInterface.register(NAME, count)
+    try:
+        yield windows
+    finally:
+        AttentionInterface.register(NAME, attend)
 
 
 def kernel_takes(query: Tensor, value: Tensor) -> bool:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.errors import one_line
 from gkd.modeling import attention
-from gkd.modeling.architecture import can_pack, exact_attention
+from gkd.modeling.architecture import can_pack, count_windowed_layers, exact_attention
 from gkd.modeling.head import get_backbone
 
 log = logging.getLogger("gkd")
@@ -65,18 +65,22 @@ def keeps_sequences_apart(lm: PreTrainedModel, device: torch.device) -> bool:
     """Return whether of two sequences laid end to end the second is what transformers gives for it alone.
 
     A layer may keep where sequences begin from its attention, carry a state on, or count positions by itself; an
-    attention of its own may add to the scores.
+    attention of its own may add to the scores; and of a window it may tell the mask alone, which is not made then.
     """
     first, second = 3, 5
     positions = torch.cat([torch.arange(n, device=device) for n in (first, second)])
     ids = (7 * torch.arange(first + second, device=device) + 1) % lm.config.get_text_config().vocab_size
     try:
-        both = _run_packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
+        with attention.count_windows() as windows:
+            both = _run_packed(lm, ids, positions, _bounds([0, first, first + second], device), second)[first:]
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:
         # Attention without bounds, layers that take no such arguments, and kernels that do not take their shapes.
         log.info("%s is computed with padding: %s", type(lm).__name__, one_line(error))
+        return False
+    if len(windows) < count_windowed_layers(lm.config):
+        log.info("%s is computed with padding: its window is in its mask alone", type(lm).__name__)
         return False
     lm.set_attn_implementation(exact_attention(lm.config))
     alone = _run_below(lm, ids[None, first:])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
 
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""
+BLOCK = 1 << 16
 Z_95 = 1.959963984540054
 """Quantile 0.975 of the normal distribution: a 95 % interval is so many standard errors to either side."""
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each written through at once so that a crash loses nothing."""
+    """A file of JSON objects, one a line, each written through at once so that a crash loses nothing.
+
+    One that is there goes on after its last whole line: a full disk, or a crash of the machine, tears lines.
+    """
 
     def __init__(self, path: Path) -> None:
+        _cut_torn_line(path)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -50,6 +56,22 @@ class JsonLines:
     ) -> None:
         with contextlib.suppress(OSError):  # what could not be written was warned of, and all else is
             self._file.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut what a file has after its last line break. Raises OSError."""
+    if not path.is_file():  # as a device
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            place = file.read(end - start).rfind(b"\n")
+            end = start + place + 1
+            if place >= 0:
+                break
+        file.truncate(end)
 
 
 def keep_finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -49,6 +49,11 @@ class Code(RewardFunction):
                 "this machine does not let programs be run without a network (unshare of a user namespace): "
                 "reward.code.network=true runs them with it"
             )
+
+    @classmethod
+    def required_columns(cls, config: Config) -> Mapping[str, str]:
+        """Return the column of the tests."""
+        return {"reward.code.tests": config.tests}
 
     def __call__(self, completion: Completion) -> float:
         """Return the reward. Raises ValueError where the row has no tests."""

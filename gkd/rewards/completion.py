@@ -71,6 +71,11 @@ class RewardFunction:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    @classmethod
+    def required_columns(cls, config: Any) -> Mapping[str, str]:
+        """Return columns that every row must have, by the setting that names each, where ``needs_columns`` is true."""
+        return {}
+
     def __call__(self, completion: Completion) -> float:
         """Return the reward of a completion."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")

@@ -29,7 +29,6 @@ class RequestDispatcher:
         """Of the weights that each engine has."""
         self._generated: dict[int, set[int]] = {engine: set() for engine in self.at_work}  # keys, while they are scored
         self._waiting: list[tuple[float, int, SampleRequest]] = []
-        self._waiting_by_version: Counter[int] = Counter()
         self._orders: dict[int, float] = {}  # of every unfinished request, by key
         self._homes: dict[int, int] = {}  # engine by prompt, while samples of it are unfinished
         self._unfinished: Counter[int] = Counter()  # samples by prompt
@@ -48,11 +47,7 @@ class RequestDispatcher:
         for request in requests:
             self._orders[request.key] = order
             self._unfinished[request.prompt.id] += 1
-            self._queue(order, request)
-
-    def _queue(self, order: float, request: SampleRequest) -> None:
-        heapq.heappush(self._waiting, (order, request.key, request))
-        self._waiting_by_version[request.version] += 1
+            heapq.heappush(self._waiting, (order, request.key, request))
 
     def hand_out(self, without: Collection[int] = ()) -> dict[int, list[SampleRequest]]:
         """Fill the free places of the engines, those ``without`` excepted; return what each is to be given now."""
@@ -72,9 +67,6 @@ class RequestDispatcher:
             if load >= self.capacity or (self.apart and self._sampled and order not in self._sampled):
                 break
             heapq.heappop(self._waiting)
-            self._waiting_by_version[request.version] -= 1
-            if not self._waiting_by_version[request.version]:
-                del self._waiting_by_version[request.version]
             self._sampled[order] += 1
             engine = self._engine_for(request, emptiest, loads, without)
             self.at_work[engine][key] = request
@@ -87,11 +79,13 @@ class RequestDispatcher:
         return len(self.at_work[engine]) - len(self._generated[engine])
 
     def is_drained(self, engine: int) -> bool:
-        """Return whether nothing is left that ``engine`` samples, or may be given, before it has newer weights."""
+        """Return whether ``engine`` samples nothing, and is given nothing before it has newer weights.
+
+        Requests go out in their order: one for older weights may come back behind the one that newer weights are for.
+        """
         if engine not in self.at_work:
             return True
-        version = self.versions[engine]
-        return not self.load(engine) and all(its > version for its in self._waiting_by_version)
+        return not self.load(engine) and (not self._waiting or self._waiting[0][2].version > self.versions[engine])
 
     def _engine_for(
         self, request: SampleRequest, emptiest: int, loads: Mapping[int, int], without: Collection[int]
@@ -145,4 +139,4 @@ class RequestDispatcher:
         self._generated.pop(engine, None)
         self.versions.pop(engine, None)
         for key, request in self.at_work.pop(engine, {}).items():
-            self._queue(self._orders[key], request)
+            heapq.heappush(self._waiting, (self._orders[key], key, request))

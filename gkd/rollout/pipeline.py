@@ -64,7 +64,7 @@ class ScoringPipeline:
             self._reward_tokenizer = tokenizer, tokenizer_hash(tokenizer) == tokenizer_hash(self._tokenizer)
 
     def connect(self, scorers: Mapping[str, dict[str, Any]]) -> None:
-        """Shake hands with the servers of the models that score; arguments by name, of :class:`ScoringClient`.
+        """Connect to the servers of the models that score; arguments by name, of :class:`ScoringClient`.
 
         Raises ConfigError where student and scorer do not fit together, RunFailed when a server does not answer.
         """

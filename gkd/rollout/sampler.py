@@ -66,7 +66,12 @@ class Sampler:
             self._in_engine += 1
 
     def step(self) -> None:
-        """Have the engine work for a moment. Raises RunFailed for a request that it cannot take on after all."""
+        """Have the engine work for a moment, unless it is held or its memory is others'.
+
+        Raises RunFailed for a request that it cannot take on after all.
+        """
+        if self.held or self._asleep:
+            return
         finished = self.engine.step()
         self._output_queue.put_generated([key for key, _ in finished])
         for _, sample in finished:

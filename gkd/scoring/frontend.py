@@ -1,7 +1,7 @@
 """The server's side of the wire: a ROUTER socket with a thread of its own, and a queue towards the engine.
 
 The thread answers handshakes and heartbeats at once, also while the engine is busy, and rejects at once what no engine
-could answer. What the engine can do waits in the queue with the moment after which nobody wants the answer any more.
+could answer. What the engine can do waits in the queue with the moment at which it expires.
 Only peers with the key get as far as sending; what each of them may take up is bounded all the same (see ClientLimits).
 """
 
@@ -37,7 +37,7 @@ GRACE_S = 0.2
 class Frontend:
     """Binds ``host:port`` (port 0: a free one, chosen by the bind) and answers for an engine with ``limits``.
 
-    ``rendering``: how the engine's model is prompted, for clients that want to know. Raises ConfigError when the
+    ``rendering``: how the engine's model is prompted, for clients that compare it. Raises ConfigError when the
     address cannot be bound.
     """
 

@@ -1,4 +1,4 @@
-"""Rouse a thread that sleeps in a ZeroMQ poll."""
+"""Wake a thread that sleeps in a ZeroMQ poll."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Wakeup:
         return self._reader.fileno()
 
     def set(self) -> None:
-        """Rouse the poller, now or at its next poll."""
+        """Wake the poller, now or at its next poll."""
         if not self._is_set:
             self._is_set = True
             self._writer.send(b"!")

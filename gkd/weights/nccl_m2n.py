@@ -1,6 +1,6 @@
 """Weights over NCCL without gathering: vLLM's ``nccl_m2n``, by which all ranks of the actor send their FSDP shards.
 
-One collective a tensor, of all ranks and all processes of engines, lays the ranks' shards out as the engines want them:
+One collective a tensor, of all ranks and all processes of engines, lays the ranks' shards out as the engines hold them:
 as their own part of a parameter, or whole where vLLM fuses several of them. The group is met as that of
 :mod:`gkd.weights.nccl` is.
 """

@@ -36,7 +36,6 @@ class AdapterLoader:
 
     def __init__(self, llm: LLM, lora: Lora) -> None:
         self._llm, self._lora = llm, lora
-        self._directory = TemporaryDirectory(prefix="gkd-adapter-")
         self._tensors: dict[str, Tensor] = {}
         self.request: LoRARequest | None = None
         """What requests name the adapter by; None before the first push, as a new one changes nothing."""
@@ -53,11 +52,13 @@ class AdapterLoader:
         self._tensors |= tensors
         if not bucket.last:
             return
-        self._write(Path(self._directory.name))
-        added = self._llm.llm_engine.add_lora(LoRARequest(NAME, NUMBER, self._directory.name, load_inplace=True))
+        # Only for as long as vLLM reads it, as workers are ended by SIGKILL.
+        with TemporaryDirectory(prefix="gkd-adapter-") as directory:
+            self._write(Path(directory))
+            added = self._llm.llm_engine.add_lora(LoRARequest(NAME, NUMBER, directory, load_inplace=True))
         if not added or not self._llm.llm_engine.reset_prefix_cache():
             raise RuntimeError(f"vLLM did not take the adapter of weights version {bucket.version}")
-        self.request = LoRARequest(NAME, NUMBER, self._directory.name)
+        self.request = LoRARequest(NAME, NUMBER, directory)
         self._tensors = {}
 
     def _write(self, directory: Path) -> None:
@@ -73,7 +74,3 @@ class AdapterLoader:
         (directory / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
         save_file({name: tensor.contiguous() for name, tensor in self._tensors.items()},
                   directory / "adapter_model.safetensors")  # fmt: skip
-
-    def close(self) -> None:
-        """Remove the files."""
-        self._directory.cleanup()

@@ -110,7 +110,7 @@ def exact_accuracy(model: Any, ids: Tensor, recipe: ModelRecipe) -> float:
     """Return share of sequences whose response greedy decoding gives exactly.
 
     Greedy decoding follows the right response if and only if every one of its tokens is the most likely one after the
-    right tokens before it, so one forward pass over whole sequences tells.
+    right tokens before it, so one forward pass over whole sequences measures it.
     """
     logits, targets = _response_logits(model, ids, recipe)
     return float((logits.argmax(-1) == targets).all(1).float().mean())

@@ -67,6 +67,11 @@ def test_updates_on_the_same_samples_drop_others_and_a_run_that_goes_on_drops_th
     norm(other, args, 1)
     RankState(other, "", torch.float32).take_over(state.keep())
     assert norm(other, args, 3) == norms[2] == norm(again, args, 3)
+    again.staging.set(None, ())  # in the middle of a step, by whose beginning samples are fresh or stale
+    RankState(other, "", torch.float32).take_over(state.keep())
+    fresh, _ = make()
+    RankState(fresh, "", torch.float32).take_over(state.keep())
+    assert fresh.version == other.version == again.version == 2
 
 
 def test_chunks_of_a_step_drop_others(make: Any) -> None:

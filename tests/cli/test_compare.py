@@ -88,6 +88,18 @@ def test_runs_of_one_name_are_told_apart_by_the_directory_above(
     assert re.search(r"sums: b/seed0 .*higher .*a/seed0", capsys.readouterr().out)
 
 
+def test_evaluations_of_one_model_are_told_apart_by_as_many_directories_as_it_takes(tmp_path: Path) -> None:
+    def name_all(*places: str, model: str = "student") -> list[str]:
+        for place in places:
+            (tmp_path / place / "results").mkdir(parents=True)
+            write(tmp_path / place / "results", model, [0.0] * 9)
+        return [result.model for result in read_all([tmp_path / place for place in places])]
+
+    assert name_all("evals/before", "evals/after") == ["before/student", "after/student"]
+    assert name_all("a/x/run", "b/x/run") == ["a/x/run/student", "b/x/run/student"]
+    assert name_all("c/x/seed0", "d/x/seed0", model="seed0") == ["c/x/seed0", "d/x/seed0"]
+
+
 def test_an_evaluation_that_was_killed_at_once_has_no_results_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_this_environment_is_right() -> None:
 
 
 def test_the_requirements_are_the_projects_own() -> None:
+    assert packages._project() is not None
     text = (ROOT / "pyproject.toml").read_text()
     for extra, other in (("cpu", "cuda"), ("cuda", "cpu")):
         names = {requirement.name for requirement in packages.requirements(extra)}

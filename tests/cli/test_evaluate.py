@@ -46,7 +46,7 @@ SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
         (["+recipe=grpo", SET], "recipe is for training; an evaluation takes +sets=NAME and placement=NAME"),
         (["models.base=none", "+sets=gsm9k"], "sets=gsm9k: no such choice (did you mean gsm8k?)"),
         (["models.base=none", SET, "evaluate.sets.sums.sampels=2"], "unknown setting evaluate.sets.sums.sampels (did "),
-        (["models.base=none", SET, "evaluate.strategies=[]"], "evaluate: strategies names none, or one twice"),
+        (["models.base=none", SET, "evaluate.strategies=[]"], "evaluate.strategies names none, or one twice"),
         (
             ["models.base=/none", SET, "rollout.engine=hf"],
             "models.base=/none: no such directory, and no model of that ",

@@ -52,3 +52,11 @@ def test_a_run_that_failed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("gkd.cli.report.time.sleep", lambda seconds: pytest.fail("it waits"))
     assert main([str(run), "--watch"]) == 0
     assert "RunFailed: it died" in (run / "report.html").read_text()
+
+
+def test_the_page_goes_into_a_directory_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for directory in (".", str(tmp_path / "run")):
+        assert main([str(run), "--output", directory]) == 0
+        assert "own/metric" in (Path(directory) / "report.html").read_text()

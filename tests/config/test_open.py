@@ -119,13 +119,30 @@ def test_an_own_reward_of_a_runs_file_can_be_left_out_or_replaced(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "reward.functions=true",
+        "rollout.engine=true",
+        "weights.transfer=1",
+        "trainer.trackers=5",
+        "data.task=3",
+        "evaluate.strategies=2",
+    ],
+)
+def test_a_value_that_is_no_name_of_a_class_is_refused_by_its_setting(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]) as refused:
+        compose(["+recipe=grpo", override])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("overrides", "setting"),
     [
         (["rollout.engine=sglang"], "rollout.engine"),
         (["rollout.engine=pathlib:Path"], "rollout.engine=pathlib:Path: .*gkd.inference"),
         (["rollout.engine=gkd.inference.vllm_scorer:VLLMScorer"], "cannot sample"),
         (["teacher.engine=hf"], "teacher.engine"),
-        (["reference.engine=gkd.inference.hf:HFSampler"], "reference: .* cannot score"),
+        (["reference.engine=gkd.inference.hf:HFSampler"], "reference.* cannot score"),
         (["reward_model.engine=vllm"], "reward_model.engine"),
         (
             ["rollout.engine=hf", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"],

@@ -38,3 +38,11 @@ def test_reverse_kl_on_old_samples_is_warned_of() -> None:
     assert warnings(3, "sampled_reverse_kl") and not warnings(2, "sampled_reverse_kl")
     assert warnings(3, "jsd", beta=1.0) and not warnings(2, "jsd", beta=1.0)  # that is reverse KL
     assert not warnings(3, "jsd", beta=0.5)
+
+
+def test_a_learning_rate_that_never_gets_there_is_named() -> None:
+    def warnings(warmup_steps: int) -> list[str]:
+        return list(doubts(load({"actor": {"warmup_steps": warmup_steps}, "trainer": {"total_steps": 10}})))
+
+    (warning,) = warnings(11)
+    assert warning.startswith("actor.warmup_steps=11: ") and warnings(10) == []

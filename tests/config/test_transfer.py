@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gkd.actor.worker import ActorWorker
 from gkd.config import Rollout, Weights
 from gkd.config.compose import compose
-from gkd.config.transfer import choose_transfer
+from gkd.config.transfer import choose_transfer, require_gpus
 from gkd.errors import ConfigError
 from tests.weights.reports import reports
 
@@ -200,3 +200,11 @@ def test_memory_that_cannot_be_shared_is_refused_by_name(name: str, monkeypatch:
     with pytest.raises(ConfigError, match=f"{name}=max_split_size_mb:128,expandable_segments:True.*=object_store"):
         ActorWorker(config, "", 0, 1, "cpu")
     ActorWorker(compose(["weights.transfer=nccl", threads]), "", 0, 1, "cpu")
+
+
+def test_a_transfer_between_gpus_is_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.transfer=nccl: "):
+        require_gpus(Weights(transfer="nccl"), "cpu")
+    require_gpus(Weights(transfer="nccl"), "cuda")
+    for way in ("auto", "object_store"):
+        require_gpus(Weights(transfer=way), "cpu")

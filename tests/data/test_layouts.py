@@ -51,7 +51,18 @@ def test_the_assistants_last_message_is_the_answer_where_asked() -> None:
     assert read({"prompt": TURNS[:1], "completion": TURNS[1:]}, answer_key="completion") == (TURNS[:1], ("2",))
 
 
-@pytest.mark.parametrize(("value", "answers"), [(["a", 2, None], ("a", "2")), ([], ()), (None, ()), (0, ("0",))])
+@pytest.mark.parametrize(
+    ("value", "answers"),
+    [
+        (["a", 2, None], ("a", "2")),
+        ([], ()),
+        (None, ()),
+        (0, ("0",)),
+        (0.5, ("0.5",)),
+        (float("nan"), ()),
+        ([float("inf"), "a", float("nan")], ("a",)),
+    ],
+)
 def test_several_answers(value: Any, answers: tuple[str, ...]) -> None:
     assert read({"prompt": "q", "a": value}, answer_key="a")[1] == answers
 

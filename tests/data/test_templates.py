@@ -14,7 +14,9 @@ from gkd.data.templates import question_of
 from gkd.errors import ConfigError
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
 
-ROW = Row({"question": "1 + 1?", "choices": ["1", "2"], "meta": {"level": 3}, "answer": "2"}, "x line 1")
+ROW = Row(
+    {"question": "1 + 1?", "choices": ["1", "2"], "meta": {"level": 3}, "answer": "2", "hint": float("nan")}, "x line 1"
+)
 USER = {"role": "user", "content": "1 + 1?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -47,6 +49,7 @@ def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
     [
         ("{questoin}", r"^x line 1 .*'questoin' \(data\.prompt_template\)"),
         ("{choices}", r"^x line 1: 'choices' .*\blist\b.*data\.prompt_template"),
+        ("{hint}", r"^x line 1: 'hint' .*\bnan\b.*data\.prompt_template"),
     ],
 )
 def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> None:
@@ -61,7 +64,7 @@ def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> No
         ({"prompt_template": "{q} {a}", "answer_key": "a"}, "{{a}}"),
         ({"system_prompt": "x", "apply_chat_template": False}, "apply_chat_template=false excludes it"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"train_weights": [1.0], "train_files": ["a", "b"]}, "1 train_weights for 2 train_files"),
+        ({"train_weights": [1.0], "train_files": ["a", "b"]}, "train_weights=[1.0]: "),
     ],
 )
 def test_settings_that_do_not_go_together(data: dict[str, Any], message: str) -> None:

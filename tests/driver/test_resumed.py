@@ -49,3 +49,7 @@ def test_other_data_is_refused() -> None:
     require_same_data(saved, {"train": own, "val": "0"})
     with pytest.raises(ConfigError, match=r"data\.val_files .*/step_1\b"):
         require_same_data(saved, {"train": own, "val": "1"})
+    require_same_data(saved, {"train": own, "val": "0", "val_sets.x": "1"})  # earlier ones state none
+    saved.data["val_sets.x"] = "2"
+    with pytest.raises(ConfigError, match=r"data\.val_sets\.x\.files .*/step_1\b"):
+        require_same_data(saved, {"train": own, "val": "0", "val_sets.x": "1"})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,11 @@ import pytest
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.doubts import doubts
-from gkd.driver.run import step_text
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
+from gkd.driver.run import CPU_SPLIT, _print_pace, _restore, step_text
+from gkd.driver.validation.best import BestModel
+from gkd.driver.validation.early_stop import EarlyStop
+from gkd.errors import ConfigError
 
 
 def test_a_step_and_what_memory_depends_on() -> None:
@@ -91,3 +98,72 @@ def test_importance_weights_are_on_where_engine_and_trainer_can_differ() -> None
     assert level("cuda", distilled) is None  # a divergence over the vocabulary is not sampled
     assert level("cuda", {"algorithm": {"loss": {"name": "sampled_reverse_kl"}}, "rollout": {}}) == "token"
     assert level("cuda", {"algorithm": {"kl": {"coef": 0.1}}, "rollout": {}}) == "token"
+
+
+@pytest.mark.parametrize(("pace", "on_gpus", "line"), [
+    ("the pace", True, "the pace; a split"), ("the pace", False, f"the pace; {CPU_SPLIT}"), ("", False, None)
+])  # fmt: skip
+def test_a_run_ends_with_its_pace_and_a_split(
+    pace: str, on_gpus: bool, line: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("gkd.driver.run.faster_split", lambda *of_run: "a split")
+    printed: list[str] = []
+    log: Any = SimpleNamespace(
+        timeline=SimpleNamespace(summary=lambda: pace), progress=SimpleNamespace(print_line=printed.append)
+    )
+    config = load({})
+    _print_pace(config, tmp_path, log, config.rollout, on_gpus)
+    assert printed == ([] if line is None else [line])
+
+
+def restored(tmp_path: Path, state: RunState, total: int, log: dict[str, Any]) -> tuple[RunState, list[str]]:
+    """What a run goes on with from a checkpoint, and what was done for it."""
+    done: list[str] = []
+
+    def do(what: str, result: Any = None) -> Any:
+        def call(*_: object) -> Any:
+            done.append(what)
+            return result
+
+        return call
+
+    sets = SimpleNamespace(sets=[], run=do("sets", {"val/hard/accuracy": 0.5}))
+    parts: Any = SimpleNamespace(
+        actor=SimpleNamespace(load_state=do("load")),
+        prompts=SimpleNamespace(restore=do("prompts")),
+        sync=SimpleNamespace(push=do("push")),
+        validation=SimpleNamespace(run=do("validate", {"val/accuracy": 0.9})),
+        val_sets=sets,
+    )
+    progress = SimpleNamespace(show_status=do("show"), print_line=do("show"), validated={})
+    run_log: Any = SimpleNamespace(**{"best": None, "stop": None, "stops_early": False, **log}, progress=progress)
+    saved = SavedCheckpoint(tmp_path / "step_5", "end", state, {}, "", "float32", {}, {})
+    config = load({"trainer": {"total_steps": total}})
+    went_on = _restore(config, parts, run_log, saved)
+    assert progress.validated == went_on.validated
+    return went_on, [what for what in done if what != "show"]
+
+
+STATE = RunState(step=5, before={"val/accuracy": 0.1}, validated={"val/accuracy": 0.2, "val/x": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("row", "total", "early", "validates"),
+    [(None, 6, False, False), (None, 5, False, True), (None, 9, True, True), ({"step": 5.0}, 5, False, False)],
+)
+def test_a_run_that_has_no_step_left_is_validated_as_its_results_were_lost(
+    tmp_path: Path, row: dict[str, float] | None, total: int, early: bool, validates: bool
+) -> None:
+    """Where the last step's own validation is still to come (``row``), the loop does it."""
+    state, done = restored(tmp_path, replace(STATE, row=row), total, {"stops_early": early})
+    assert done == ["load", "prompts", "push", *(["validate", "sets"] if validates else [])]
+    now = {"val/accuracy": 0.9, "val/hard/accuracy": 0.5} if validates else {}
+    assert state.validated == {**STATE.validated, **now} and state.step == 5
+
+
+def test_a_run_that_goes_on_is_told_of_a_figure_that_it_does_not_measure(tmp_path: Path) -> None:
+    stop = load({"trainer": {"stop_early": {"metric": "val/acuracy"}}}).trainer.stop_early
+    for log in ({"best": BestModel("val/acuracy", tmp_path)}, {"stop": EarlyStop(stop, tmp_path / "metrics.jsonl")}):
+        with pytest.raises(ConfigError, match=r"=val/acuracy: .*val/accuracy, val/x"):
+            restored(tmp_path, STATE, 9, log)
+    restored(tmp_path, STATE, 9, {"best": BestModel("val/x", tmp_path)})

@@ -69,7 +69,7 @@ class Run:
             time.sleep(0.2)
         self.workers()
 
-    def end(self, timeout_s: float = 90.0) -> int:
+    def end(self, timeout_s: float = 300.0) -> int:
         """The exit code."""
         return self.process.wait(timeout=timeout_s)
 

@@ -67,7 +67,7 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
     ("rewards", "further", "message"),
     [
         (["nosuch"], {}, "data.val_sets.own.rewards=nosuch: "),
-        ([HERE + "nosuch"], {}, f"data.val_sets.own.rewards: {HERE}nosuch "),
+        ([HERE + "nosuch"], {}, f"data.val_sets.own.rewards: {HERE}nosuch: "),
         (["format", "format"], {}, "data.val_sets.own.rewards .*twice"),
         (["reward_model"], {}, "data.val_sets.own.rewards: .*reward model"),
         (["accuracy"], {"answer_key": None}, "data.val_sets.own.rewards: accuracy .*answers"),

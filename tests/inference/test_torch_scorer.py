@@ -207,3 +207,16 @@ def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path:
         TorchScorer(spec_of(tmp_path))
     with pytest.raises(ValueError, match=r"engine=torch .*tensor_parallel_size=2"):
         Teacher(engine="torch", tensor_parallel_size=2, n_gpus_per_node=2)
+
+
+def test_rows_of_a_pass_have_a_bound_padding_included(tmp_path: Path) -> None:
+    """Where a model takes padded rows, one long sequence makes all beside it as long."""
+    make("gemma2", 0).save_pretrained(tmp_path)
+    engine = TorchScorer(replace(spec_of(tmp_path), max_num_batched_tokens=120))
+    engine.device = "cuda"  # which joins sequences of any lengths
+    for key, length in enumerate((90, 10, 10, 10, 10)):
+        engine.add(key, a_request(length - 2, 2, 4, seed=key))
+    passes = []
+    while engine.has_unfinished_requests():
+        passes.append([len(request.token_ids) for _, request in engine._take_scores()])
+    assert passes == [[90], [10, 10, 10, 10]]

@@ -25,11 +25,14 @@ from tests.actor import models
 lengths = st.lists(st.integers(1, 300), max_size=60)
 
 
-@given(lengths, st.integers(1, 400))
-def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: int) -> None:
-    bins = pack(sizes, budget)
+@given(lengths, st.integers(1, 400), st.booleans())
+def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: int, padded: bool) -> None:
+    """Padding counts where the model is given rows: one long sequence makes many short ones as long."""
+    bins = pack(sizes, budget, padded)
     assert sorted(i for part in bins for i in part) == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in part) <= budget or len(part) == 1 for part in bins)
+    for part in bins:
+        own = [sizes[i] for i in part]
+        assert (len(own) * max(own) if padded else sum(own)) <= budget or len(part) == 1
 
 
 @given(lengths, st.integers(1, 9))

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.modeling import attention
-from gkd.modeling.backbone import is_packed, pack_or_pad
+from gkd.modeling.backbone import hidden_states, is_packed, pack_or_pad
+from tests.families import config_of
 
 KEYS, QUERIES, SIZE = 2, 14, 16
 BOUNDS = torch.tensor([0, 3, 10, 11], dtype=torch.int32)
@@ -122,3 +124,22 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
         scores = scale * q[:, head] @ k[:, head // group].T
         heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, head // group])
     return torch.stack(heads, dim=1)
+
+
+@pytest.mark.parametrize(("family", "packs"), [("phimoe", False), ("qwen2_moe", False), ("mistral", True)])
+def test_a_window_that_only_the_mask_knows_is_kept(family: str, packs: bool) -> None:
+    """Packed attention makes no mask, and is told the window by the layers of most families."""
+    config = config_of(family)
+    config.sliding_window, length = 8, 20
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).float().eval()
+    pack_or_pad(model)
+    assert is_packed(model) == packs
+    ids, bounds = torch.arange(length) + 1, torch.tensor([0, length], dtype=torch.int32)
+    with torch.no_grad():
+        ours = hidden_states(model, ids, torch.arange(length), bounds, length)
+        model.set_attn_implementation("eager")
+        theirs = model.model(ids[None], use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

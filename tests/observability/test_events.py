@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gkd.config import Config
-from gkd.errors import RunFailed
+from gkd.config.output_files import whole_lines
+from gkd.errors import ConfigError, RunFailed
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
 from gkd.observability.tracking import MetricsLog, Trackers
@@ -85,3 +86,24 @@ def test_a_file_of_lines_that_cannot_be_written_is_named(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"metrics\.jsonl"), JsonLines(tmp_path / "metrics.jsonl") as lines:
         lines.write({"step": 1})
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "war', '{"kind": "warning", "text": "\u00f6', "x" * 200_000])
+def test_a_line_that_a_full_disk_tore_costs_that_line_alone(tmp_path: Path, torn: str) -> None:
+    file = tmp_path / "events.jsonl"
+    with Events(file):
+        note("start", "first")
+    whole = file.read_bytes()
+    torn_bytes = torn.encode()
+    file.write_bytes(whole + (torn_bytes[:-1] if torn_bytes[-1] > 127 else torn_bytes))
+    assert len(whole_lines(file, kind=str, text=str)) == 2  # a run that ended so is read
+    with Events(file):
+        note("resume", "second")
+    assert [row["text"] for row in whole_lines(file, kind=str, text=str)][:3:2] == ["first", "second"]
+    file.write_bytes(whole + b"\xff\n")
+    with pytest.raises(ConfigError, match=r"events.jsonl line 3"):
+        whole_lines(file)
+    file.write_text("no line break")
+    with JsonLines(file) as lines:
+        lines.write({"a": 1})
+    assert whole_lines(file) == [{"a": 1}]

@@ -123,7 +123,7 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
     assert settings.is_async(HERE + "slow") and not settings_of("words").is_async(HERE + "words")
     slow = resolve(HERE + "slow", settings)
     (first,), (late,), (other,) = asyncio.run(
-        _gather_answers(slow, [[make_completion("", n=n)] for n in (1, 3, 2)], 1.5)
+        _gather_answers(slow, [[make_completion("", n=n)] for n in (1, 3, 2)], 0.8)
     )
     assert (first[0], other[0]) == (1.0, 2.0)
-    assert late.startswith("TimeoutError: ") and late.endswith(" 1.5 s (reward.timeout_s)")
+    assert late.startswith("TimeoutError: ") and late.endswith(" 0.8 s (reward.timeout_s)")

@@ -83,9 +83,9 @@ def test_a_users_function() -> None:
     ("name", "message"),
     [
         ("nowhere:reward", "nowhere:reward .*: ModuleNotFoundError: .*'nowhere'"),
-        (f"{MODULE}:missing", ": AttributeError"),
+        (f"{MODULE}:missing", f": {MODULE} .*missing"),
         ("tests.rewards.ends:reward", ": SystemExit"),
-        (f"{MODULE}:CONSTANT", "no function .*int"),
+        (f"{MODULE}:CONSTANT", "no function.* int"),
     ],
 )
 def test_what_is_no_reward(name: str, message: str) -> None:
@@ -176,9 +176,9 @@ def test_a_file_that_came_with_a_job_is_this_machines_copy(tmp_path: Path, monke
         ("1 / 0", "words", ": ZeroDivisionError: "),
         ("import nowhere_at_all", "words", ": ModuleNotFoundError: "),
         ("raise SystemExit(3)", "words", ": SystemExit: "),
-        ("x = 1", "words", ": AttributeError: "),
-        ("words = 1", "words", "no function .*int"),
-        ("x = 1", "", ": AttributeError: "),
+        ("x = 1", "words", r"\.py .*words"),
+        ("words = 1", "words", "no function.* int"),
+        ("x = 1", "", ":NAME"),
     ],
 )
 def test_a_file_that_holds_no_reward(text: str | None, name: str, message: str, tmp_path: Path) -> None:

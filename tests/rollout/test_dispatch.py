@@ -191,28 +191,39 @@ def test_orders_that_are_apart_are_never_sampled_at_the_same_time_and_all_are_do
 
 
 @given(
-    st.integers(1, 3), st.integers(1, 4), st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100)), max_size=60)
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([0.5, 2.0]),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100)), max_size=60),
 )
 def test_engines_get_weights_one_by_one_and_each_request_its_own_or_newer_ones(
-    n_engines: int, capacity: int, events: list[tuple[str, int]]
+    n_engines: int, capacity: int, order: float, events: list[tuple[str, int]]
 ) -> None:
     """One batch of the first weights and one of the next: an engine that is drained of the former gets these, whatever
     the others have left and whatever ends in between, and nothing is lost.
+
+    The next is requested once an engine has its weights, and may go before the first, as a validation does.
     """
     dispatcher = RequestDispatcher(range(n_engines), capacity, spill=2)
     requests = make_requests(3, 2) + [replace(one, version=1) for one in make_requests(3, 2, first=3)]
     dispatcher.add(requests[:6], order=1)
-    dispatcher.add(requests[6:], order=2)
     done: list[int] = []
+    was_requested = False
 
     def step(kind: str, which: int) -> None:
-        for engine in sorted(dispatcher.at_work):
-            if not dispatcher.versions[engine] and dispatcher.is_drained(engine):
-                assert not any(held.version == 0 for _, _, held in dispatcher._waiting)
-                dispatcher.join(engine, 1)
+        nonlocal was_requested
+        drained = [e for e in dispatcher.at_work if not dispatcher.versions[e] and dispatcher.is_drained(e)]
+        for engine in drained:
+            assert was_requested or not dispatcher.n_waiting
+            dispatcher.join(engine, 1)
+        if not was_requested and (drained or all(dispatcher.versions.values())):
+            dispatcher.add(requests[6:], order)
+            was_requested = True
         for engine, chosen in dispatcher.hand_out().items():
             assert all(request.version <= dispatcher.versions[engine] for request in chosen)
         at_work = {engine: list(held) for engine, held in dispatcher.at_work.items() if held}
+        idle = [e for e in dispatcher.at_work if not dispatcher.load(e) and not dispatcher.versions[e]]
+        assert all(map(dispatcher.is_drained, idle)) or not dispatcher.n_waiting  # nobody waits for another
         if kind == "die" and len(dispatcher.at_work) > 1:
             dispatcher.remove(sorted(dispatcher.at_work)[which % len(dispatcher.at_work)])
         elif kind == "back":
@@ -231,7 +242,6 @@ def test_engines_get_weights_one_by_one_and_each_request_its_own_or_newer_ones(
     for kind, which in [*events, *[("finish", 0)] * 60]:
         step(kind, which)
     assert sorted(done) == [request.key for request in requests] and not len(dispatcher)
-    assert not dispatcher._waiting_by_version  # nothing grows over a run
     assert set(dispatcher.versions) == set(dispatcher.at_work)
 
 
@@ -248,3 +258,19 @@ def test_an_engine_is_drained_whatever_the_others_have_left() -> None:
     dispatcher.remove(1)  # what it had left is done by an engine with newer weights
     assert not dispatcher.hand_out() and dispatcher.finish(0, 0) and dispatcher.finish(0, 2)
     assert [request.key for request in dispatcher.hand_out()[0]] == [1]
+
+
+def test_an_engine_does_not_wait_for_another_with_weights_that_go_first() -> None:
+    """A validation of new weights goes before a later step's batch of the old ones, and the engine that had it died."""
+    dispatcher = RequestDispatcher(range(2), capacity=2, spill=1)
+    dispatcher.add(make_requests(2, 1), order=3)
+    dispatcher.hand_out()
+    dispatcher.mark_generated(0, 0)  # it is being scored
+    dispatcher.join(0, 1)
+    dispatcher.add([replace(one, version=1) for one in make_requests(1, 1, first=2)], order=2.5)
+    assert [request.key for request in dispatcher.hand_out()[0]] == [2]
+    dispatcher.remove(0)
+    dispatcher.mark_generated(1, 1)
+    assert not dispatcher.hand_out() and dispatcher.is_drained(1)
+    dispatcher.join(1, 1)
+    assert [request.key for request in dispatcher.hand_out()[1]] == [2, 0]

@@ -171,3 +171,16 @@ def test_requests_that_come_between_the_buckets_of_new_weights_are_sampled_from_
         item = worker.output_queue._items.get(timeout=10)
         trained += [training for training, _ in item] if isinstance(item, list) else []
     assert [[span.version for span in training.versions] for training in trained] == [[before + 1]] * 2
+
+
+def test_an_engine_that_is_held_or_asleep_does_no_step(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights may be half loaded, or its memory others'."""
+    steps = list[int]()
+    monkeypatch.setattr(worker.engine, "step", lambda: steps.append(1) or [])
+    worker.sampler.step()
+    assert len(steps) == 1
+    for state in ("held", "_asleep"):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.sampler, state, True)
+            worker.sampler.step()
+    assert len(steps) == 1

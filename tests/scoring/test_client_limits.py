@@ -41,7 +41,7 @@ def served_for(client: ScoringClient, seconds: float) -> None:
 
 
 def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: Connect, dealer: Any) -> None:
-    client_limits = ClientLimits(unread_bytes=MIB, unread_s=1.0)
+    client_limits = ClientLimits(unread_bytes=MIB, unread_s=0.5)
     running = serve(TableEngine(max_length=20_000), client_limits=client_limits)
     attacker = dealer(running.server.address, rcvhwm=1, rcvbuf=4096)
     for id in range(10):
@@ -122,7 +122,7 @@ def test_a_descriptor_that_is_something_elses_by_now_is_left_alone() -> None:
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
 def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -> None:
-    running = serve(client_limits=ClientLimits(greeting_s=0.5))
+    running = serve(client_limits=ClientLimits(greeting_s=0.2))
     host, port = running.server.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), 10) as peer:
         peer.sendall(greeting)
@@ -155,7 +155,7 @@ def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None
 
 
 def test_a_client_with_too_much_in_the_queue_is_refused_and_retries(serve: Serve, connect: Connect) -> None:
-    client_limits = ClientLimits(queued_bytes=20_000)
+    client_limits = ClientLimits(queued_bytes=40_000)
     running = serve(TableEngine(delay_s=0.005, capacity=64), client_limits=client_limits)
     client = connect(running.server.address, max_attempts=1, request_timeout_s=30.0)
     client.connect(30)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -101,7 +102,7 @@ def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> No
 
 def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
     """What is under way is finished first, and the server goes on saying that it lives."""
-    server = serve(TableEngine(0.3)).server
+    server = serve(TableEngine(0.15)).server
     client = connect(server.address, top_k=4, heartbeat_s=0.1)
     before = client.submit(a_score(1, 4))
     assert eventually(lambda: server.progress()[1] == 1)  # it is under way
@@ -220,11 +221,13 @@ def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect:
 
 
 def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Connect, dealer: Any) -> None:
-    running = serve(TableEngine(delay_s=0.5, capacity=1))
+    running = serve(TableEngine(delay_s=60.0, capacity=1))
     busy = connect(running.server.address).submit(a_score())
-    time.sleep(0.2)
+    assert eventually(lambda: running.server.progress()[1] == 1)
     dealer.connect(running.server.address)
     dealer.send(wire.encode_request(7, 0.05, a_score()))
+    time.sleep(0.5)
+    running.engine.hurry.set()
     body, _ = wire.decode(dealer.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (7, "expired")
     busy.result(30)
@@ -232,16 +235,24 @@ def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Conn
 
 
 def test_requests_join_the_engine_while_it_works(serve: Serve, connect: Connect) -> None:
-    running = serve(TableEngine(delay_s=0.05))
+    running, steps = serve(TableEngine(delay_s=60.0)), threading.Semaphore(0)
+    running.engine.hurry = SimpleNamespace(
+        wait=lambda timeout_s: steps.acquire(timeout=timeout_s), set=lambda: steps.release(100)
+    )
     client = connect(running.server.address)
     futures = [client.submit(a_score(i)) for i in range(3)]
+    steps.release()
     futures[0].result(30)
     late = client.submit(a_score(9))  # the first answer is out while others are still being worked on
     assert not futures[2].done()
+    steps.release(3)
     late.result(30)
 
 
-def test_an_engine_failure_reaches_every_client_and_the_caller(serve: Serve, connect: Connect) -> None:
+def test_an_engine_failure_reaches_every_client_and_the_caller(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 20.0)
     running = serve(TableEngine(delay_s=0.1))
     client = connect(running.server.address, max_attempts=1)
     client.connect(30)
@@ -249,11 +260,15 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(serve: Serve, con
     for future in futures:
         with pytest.raises(RunFailed, match=r"engine: .*ValueError: poisoned"):
             future.result(30)
+    client.close()
     running.thread.join(30)
     assert "poisoned" in str(running.failure[0])
 
 
-def test_stopping_refuses_what_is_unfinished_and_frees_the_port(serve: Serve, connect: Connect) -> None:
+def test_stopping_refuses_what_is_unfinished_and_frees_the_port(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 1.0)
     running = serve(TableEngine(delay_s=0.3))
     client = connect(running.server.address, max_attempts=1)
     client.connect(30)

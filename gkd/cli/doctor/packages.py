@@ -130,7 +130,7 @@ def _requires_python() -> str:
 
 def _project() -> dict[str, Any] | None:
     """Return a checkout's own metadata, which may be newer than what is installed; None in an installed package."""
-    file = Path(__file__).parents[2] / "pyproject.toml"
+    file = Path(__file__).parents[3] / "pyproject.toml"
     if not file.is_file():
         return None
     project: dict[str, Any] = tomllib.loads(file.read_text())["project"]

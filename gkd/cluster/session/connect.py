@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from gkd.cluster.session.address import require_cluster
 from gkd.cluster.session.control_service import SETTING, VARIABLE, ControlService, finish_s
 from gkd.cluster.session.shutdown import (
     abandon,
+    end_unless_done,
     ignore_signals,
     keep_exit_code,
     restore_sigterm_handler,
@@ -39,6 +39,7 @@ from gkd.config.device import installed_device
 from gkd.errors import ConfigError, RunFailed, one_line
 
 CONNECT_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 180.0  # Ray itself gives up earlier on whatever it waits for with a deadline
 RELEASE_TIMEOUT_S = 15.0
 JOIN_S = 5.0
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -106,8 +107,10 @@ def _connect(config: Config) -> Iterator[Session]:
     connected_before = ray.is_initialized()
     try:
         if not connected_before:
-            address = _address(config.cluster)
+            address = run_address(config.cluster)
             if address is not None:
+                if address == local.running_address():
+                    log.info("joining the Ray cluster at %s (cluster.address=local for a private one)", address)
                 named = config.cluster.address is None and "RAY_ADDRESS" in os.environ
                 join(address, "RAY_ADDRESS" if named else "cluster.address")
             else:
@@ -139,8 +142,11 @@ def _longest_end_s(config: Config) -> float:
     return config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s
 
 
-def _address(cluster: Cluster) -> str | None:
-    """Return ``host:port`` of the cluster to join, or None for a private one."""
+def run_address(cluster: Cluster) -> str | None:
+    """Return ``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray.
+
+    Raises ConfigError where both are named.
+    """
     simulate = isinstance(cluster.simulate_gpus, int)
     if cluster.address not in (None, "local") and simulate:
         raise ConfigError(
@@ -152,14 +158,11 @@ def _address(cluster: Cluster) -> str | None:
 
 
 def cluster_address(setting: str | None) -> str | None:
-    """Return ``host:port`` (or ``auto``) of the cluster that a run joins; None for a private Ray."""
+    """Return ``host:port`` (or ``auto``) of the cluster that an address, or None, means; None for a private Ray."""
     address = setting or os.environ.get("RAY_ADDRESS")
     if address and address != "auto":
         return None if address == "local" else address
-    running = local.running_address()
-    if running is not None:
-        log.info("joining the Ray cluster at %s (cluster.address=local for a private one)", running)
-    return running or address or None
+    return local.running_address() or address or None
 
 
 def join(address: str, setting: str = "cluster.address") -> None:
@@ -167,7 +170,7 @@ def join(address: str, setting: str = "cluster.address") -> None:
     if address != "auto":
         require_cluster(address, setting, CONNECT_TIMEOUT_S)
     try:
-        with restore_sigterm_handler():
+        with restore_sigterm_handler(), end_unless_done(START_TIMEOUT_S, f"joining the Ray cluster at {address}"):
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "auto" and isinstance(error, ConnectionError):
@@ -243,6 +246,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
                 start_needed_servers_only(),
                 restore_sigterm_handler(),
                 shield_children_from_hangups(),
+                end_unless_done(START_TIMEOUT_S, "starting Ray"),
             ):
                 ray.init(
                     address="local",
@@ -303,18 +307,21 @@ def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[
             session.control.close()
         if ray.is_initialized():
             _leave_ray(session, lost, stay=connected_before)
+        elif session.directory is not None:
+            # Interrupted before it was connected: what Ray does of this at the program's end writes into the directory.
+            run_within(SHUTDOWN_TIMEOUT_S, "ending Ray", ray.shutdown)
         if session.directory is None:
             return
         left = reaper.end_all(session.directory)
         if left:
             log.warning("processes that would not end: %s", ", ".join(map(str, left)))
+        if watchdog is not None:  # first, as it writes into the directory
+            reaper.dismiss(watchdog)
         if keep_logs:
             reaper.keep(session.directory)
             log.warning("logs of the workers: %s/session_latest/logs", session.directory)
-        else:
-            shutil.rmtree(session.directory, ignore_errors=True)
-        if watchdog is not None:
-            reaper.dismiss(watchdog)
+        elif not reaper.remove(session.directory):
+            log.warning("%s could not be removed", session.directory)
         if session.claim is not None:
             os.close(session.claim)
 

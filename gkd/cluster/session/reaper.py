@@ -26,6 +26,7 @@ from pathlib import Path
 
 GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end their children
 GIVE_UP_S = 20.0
+REMOVE_S = 2.0
 NEW_S = 60.0
 SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_", "/dev/shm/nccl-")  # as multiprocessing and NCCL name them
 RECORD = "shared-memory"  # a file in a directory, with what its processes have mapped: number and name, line by line
@@ -153,6 +154,17 @@ def keep(directory: str) -> None:
     (Path(directory) / KEPT).touch()
 
 
+def remove(directory: str) -> bool:
+    """Remove a directory, again where something was written into it meanwhile. Return whether it is gone."""
+    deadline = time.monotonic() + REMOVE_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        gone = not Path(directory).exists()
+        if gone or time.monotonic() >= deadline:
+            return gone
+        time.sleep(0.05)
+
+
 def clear(base: str, prefix: str) -> list[str]:
     """Remove the directories of this user's runs in ``base`` whose driver is gone, with their processes.
 
@@ -175,8 +187,8 @@ def clear(base: str, prefix: str) -> list[str]:
             continue
         else:
             end_all(str(path), grace_s=0)
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(str(path))
+            if remove(str(path)):
+                removed.append(str(path))
         finally:
             os.close(descriptor)
     return removed
@@ -207,4 +219,4 @@ if __name__ == "__main__":
         record(sys.argv[1], seen)
     if not sys.stdin.buffer.read():  # closed without a word: the driver was killed
         end_all(sys.argv[1])
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        remove(sys.argv[1])

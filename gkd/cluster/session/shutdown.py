@@ -1,7 +1,7 @@
 """How a program ends: in order on SIGTERM, SIGHUP and Ctrl-C, whatever Ray does to the handlers, and in bounded time.
 
-Calls that may never return have a deadline (:func:`run_within`), and :func:`leave` ends the process also where one has
-not. Nor does it have to take down what libraries have made (:func:`skip_teardown`).
+Calls that may never return have a deadline (:func:`run_within`, :func:`end_unless_done`), and :func:`leave` ends the
+process also where one has not. Nor does it have to take down what libraries have made (:func:`skip_teardown`).
 """
 
 from __future__ import annotations
@@ -67,9 +67,14 @@ def keep_exit_code() -> Iterator[None]:
     try:
         yield
     except SystemExit:
-        if _received:
-            raise SignalExit(_received[0][0]) from None
+        if (end := received_signal()) is not None:
+            raise end from None
         raise
+
+
+def received_signal() -> SignalExit | None:
+    """Return the end that the first signal asked for, which may have come while something was cleaned up."""
+    return SignalExit(_received[0][0]) if _received else None
 
 
 @contextlib.contextmanager
@@ -101,11 +106,16 @@ def shield_children_from_hangups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Let a clean-up of bounded length finish, also when Ctrl-C is pressed again."""
+    """Let a clean-up of bounded length finish, also when Ctrl-C is pressed again; :func:`received_signal` has it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+
+    def note(number: int, _: FrameType | None) -> None:
+        _received.append((number, time.monotonic()))
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    handle_ending_signals(note)
     try:
         yield
     finally:
@@ -137,6 +147,26 @@ def run_within(timeout_s: float, activity: str, call: Callable[[], object]) -> b
     if raised:
         raise raised[0]
     return True
+
+
+@contextlib.contextmanager
+def end_unless_done(timeout_s: float, activity: str) -> Iterator[None]:
+    """End the program, with one line and code 1, where the block takes longer than ``timeout_s`` seconds.
+
+    For calls that only the main thread can make: where one hangs in C, no signal is acted on either.
+    """
+
+    def end() -> None:
+        print(f"failed: {activity}: not done after {timeout_s:g} s", file=sys.stderr)
+        _end_now(1)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def abandon(activity: str) -> None:

@@ -32,14 +32,14 @@ class Sleeper(Protocol):
         """Free the GPUs without losing anything. Nothing may be under way."""
 
     def wake(self) -> None:
-        """Become as before."""
+        """Compute again as before :meth:`sleep`."""
 
 
 class SleepingSampler(Sleeper, Protocol):
     """A group of engines that is given new weights."""
 
     def wake(self, weights_only: bool = False) -> None:
-        """Become as before; ``weights_only``: as far as new weights need."""
+        """Compute again as before :meth:`sleep`; ``weights_only``: as far as new weights need."""
 
 
 @dataclass

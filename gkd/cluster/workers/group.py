@@ -279,9 +279,12 @@ Attend = Callable[[Sequence[Any]], None]
 
 
 def attend_until_done(call: PendingCall, timeout_s: float, attend: Attend) -> None:
-    """Have ``attend`` called with what a call still waits for, again and again, until all is there or the time over."""
+    """Have ``attend`` called with what a call still waits for, again and again, until all is there or the time over.
+
+    Or until a worker has failed, which the others may wait for.
+    """
     deadline, late = time.monotonic() + timeout_s, list(call.refs)
-    while late and time.monotonic() < deadline:
+    while late and time.monotonic() < deadline and not has_failed(call):
         attend(late)
         _, late = ray.wait(late, num_returns=len(late), timeout=0, fetch_local=False)
 

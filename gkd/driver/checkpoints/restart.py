@@ -76,7 +76,12 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path, failure:
 
 def start_over(output: Path) -> bool:
     """Forget what a run had logged that begins again without any checkpoint; returns whether that is so."""
-    if not restarts() or complete(output / "checkpoints"):
+    return restarts() > 0 and forget_unsaved(output)
+
+
+def forget_unsaved(output: Path) -> bool:
+    """Forget what a run had logged that left no checkpoint; returns whether that is so."""
+    if complete(output / "checkpoints"):
         return False
     for name in (METRICS, SAMPLES):
         (output / name).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,14 @@ _SAME = (
 """Settings that a run must go on with, but for those of :data:`_FREE`."""
 
 _FREE = (
-    "data.train_files", "data.val_files", "reward.judge.api_key_env", "reward.judge.retries", "reward.judge.slow_s",
-    "reward.judge.timeout_s", "reward.judge.url", "reward.max_failed_share", "reward.timeout_s", "reward.workers",
+    "data.cache_dir", "data.train_files", "data.val_files", "reward.judge.api_key_env", "reward.judge.retries",
+    "reward.judge.slow_s", "reward.judge.timeout_s", "reward.judge.url", "reward.max_failed_share", "reward.timeout_s",
+    "reward.workers",
 )  # fmt: skip
 """Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
+
+_FILES_OF_SET = re.compile(r"data\.val_sets\.[^.]+\.files")
+"""Free as well: questions of a set are compared."""
 
 _OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
 """Settings that change nothing of what a run computes."""
@@ -89,7 +94,8 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         log.warning("%s is damaged and left out: %s", path, why)
     here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
     for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
-        if _is_of(key, _SAME) and not _is_of(key, _FREE) and here.get(key) != there.get(key):
+        free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key)
+        if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
             raise ConfigError(
                 f"trainer.resume=true: {saved.path} was made with {key}={there.get(key)}, this is {here.get(key)}"
             )
@@ -116,11 +122,16 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
 
 
 def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:
-    """Raise ConfigError unless ``data``, fingerprints of the prompts by their use, are those of the checkpoint."""
+    """Raise ConfigError unless ``data``, fingerprints of the prompts by their use, are those of the checkpoint.
+
+    Earlier checkpoints state none of ``data.val_sets``.
+    """
     for use, fingerprint in data.items():
-        if saved.data.get(use) != fingerprint:
+        is_set = use.startswith("val_sets.")
+        if saved.data.get(use, fingerprint if is_set else None) != fingerprint:
+            files = f"data.{use}.files" if is_set else f"data.{use}_files"
             raise ConfigError(
-                f"trainer.resume=true: the prompts of data.{use}_files are not those that {saved.path} was made with"
+                f"trainer.resume=true: the prompts of {files} are not those that {saved.path} was made with"
             )
 
 

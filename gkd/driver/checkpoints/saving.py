@@ -15,9 +15,10 @@ from gkd.actor.batches import combine_mini_batches
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Attend, PendingCall, attend_until_done, gather, is_done, wait
 from gkd.config import Config
+from gkd.config.output_files import METRICS, SAMPLES
 from gkd.driver.checkpoints import checkpoint
 from gkd.driver.checkpoints.checkpoint import RANKS, Cause, RunState, SavedCheckpoint
-from gkd.durable import Checksum, reason
+from gkd.durable import Checksum, flush, reason
 from gkd.errors import RunFailed, describe_error
 from gkd.observability import events
 from gkd.observability.metrics import keep_finite
@@ -158,6 +159,9 @@ class Checkpoints:
             written: list[tuple[str, Checksum]] = gather([writing.calls], left)[0]
             files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
+            for file in (self.directory.parent / name for name in (METRICS, SAMPLES)):
+                if file.exists():  # a checkpoint states that their lines up to its step are there
+                    flush(file)
             checkpoint.write(replace(saved, files=files, state=state))
         except (RunFailed, OSError) as error:
             with suppress(RunFailed):  # of one rank; others may be writing there still

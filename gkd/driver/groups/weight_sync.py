@@ -97,7 +97,10 @@ class WeightSync:
             self._call_engines("weights.ping", version, activity=f"doing a step before {about}")
             if not self._transfer.shards and self._group != self._members():
                 self._call_engines("weights.pause", version, activity=f"becoming idle for {about}")
-                self._form_group(about)
+                if self._engines:
+                    self._form_group(about)
+            if not self._engines:  # each was lost just now
+                return
         served = self._send(about)
         for engine, its in served.items():
             if its != version:
@@ -106,8 +109,9 @@ class WeightSync:
 
     def refresh(self, engines: Sequence[int]) -> None:
         """Send the current weights to engines that have come back, unless that would wait for the actor's chunks."""
+        was_busy = self.actor.accumulates  # first: a chunk that fails from here on is for the next time
         self.actor.recover_chunks()
-        if not self.actor.accumulates:
+        if not (was_busy or self.actor.accumulates):
             self.push(engines)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,12 +10,14 @@ from typing import Any
 
 from gkd.config import Config
 from gkd.config.groups import model_setting
+from gkd.config.rewards import REWARDS
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.reader import read_rows
+from gkd.data.row import Row
 from gkd.data.task import require_teacher, task_of
 from gkd.data.tokenizer import (
     check_causal_lm,
@@ -34,6 +37,7 @@ from gkd.inference.vllm_models import (
     require_vllm_runs,
     scoring_engine,
 )
+from gkd.rewards.completion import RewardFunction
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
 
@@ -62,8 +66,9 @@ class Inputs:
     """``data.val_sets``."""
 
     def fingerprints(self) -> dict[str, str]:
-        """Return fingerprints of the prompts that are trained and validated on, for a run that goes on."""
-        return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts)}
+        """Return fingerprints of the prompts that are trained and validated on, by setting, for a run that goes on."""
+        sets = {f"val_sets.{s.name}": fingerprint([q.prompt for q in s.questions]) for s in self.val_sets}
+        return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts), **sets}
 
 
 def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
@@ -83,6 +88,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
     _require_answers(config, prompts["train"])
+    _require_columns(config, prompts)
     val_sets = _val_sets(config, tokenizer, longest, report)
     end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
     own = with_turn_end(models["student"], end)
@@ -280,6 +286,19 @@ def _require_answers(config: Config, train: PromptSet) -> None:
         )
 
 
+def _require_columns(config: Config, prompts: Mapping[str, PromptSet]) -> None:
+    """Raise ConfigError for a row that lacks a column which a reward states that it needs."""
+    for name in config.reward.functions if config.algorithm.policy_weight else ():
+        reward = REWARDS.load(name)
+        if not (isinstance(reward, type) and issubclass(reward, RewardFunction)):
+            continue
+        columns = reward.required_columns(config.reward.settings_of(name))
+        for data, loaded in prompts.items():
+            for prompt, (setting, column) in itertools.product(loaded.prompts, columns.items()):
+                place = f"reward.functions={name}: row {prompt.id + 1} of data.{data}_files"
+                Row(dict(prompt.columns), place).get(column, setting)
+
+
 def _warn_of_raw_text(config: Config, tokenizer: Any, train: PromptSet) -> None:
     """Warn of a model that is trained to chat and is given plain text, as it has never seen it."""
     raw = any(prompt.messages is None for prompt in train.prompts)
@@ -301,9 +320,16 @@ def _reference(config: Config, student: str) -> str:
 
 
 def max_length(config: Config, models: dict[str, ModelInfo]) -> int:
-    """Return max_prompt_length + max_response_length, or as many positions as student and teacher both have."""
+    """Return max_prompt_length + max_response_length, or as many positions as student and teacher both have.
+
+    Beyond some length LongRoPE gives every token of a sequence other frequencies: in transformers where one of a batch
+    is as long, in vLLM where one could be. Only up to there a sequence's log-probabilities are its own.
+    """
     length, shortest = config.data.max_prompt_length + config.rollout.max_response_length, ""
     for name, model in models.items():
+        if model.rope_positions is not None and model.rope_positions < length:
+            length, shortest = model.rope_positions, name
+            log.warning("the %s's LongRoPE: prompt and response have at most %d tokens together", name, length)
         if model.positions is not None and model.positions < length:
             length, shortest = model.positions, name
     if length <= config.rollout.max_response_length:

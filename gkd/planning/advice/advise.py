@@ -69,7 +69,7 @@ class Advice:
 def advise(layout: Layout, group: str) -> list[Advice]:
     """Return, for each level that can make ``group`` fit, its cheapest changes; empty when none can, or none need to.
 
-    Other groups need not fit for it, and may want the same GPUs: see :func:`advise_all`.
+    Other groups need not fit for it, and may need the same GPUs: see :func:`advise_all`.
     """
     return list(_advise(layout, group))
 
@@ -112,7 +112,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
 
 
 def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
-    """Return no changes, and where engines on the same GPUs want too much of them, the largest shares that fit."""
+    """Return no changes, and where engines on one GPU are to have more than it has, the largest shares that fit."""
     pairs, short = layout.config.may_share(), groups_that_do_not_fit(layout)
     engines = {
         section: pool.gpu_memory_utilization

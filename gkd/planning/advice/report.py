@@ -26,7 +26,7 @@ from gkd.planning.memory.colocation import all_memory, needs_offload
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Step
-from gkd.planning.simulation.stages import Factors, Stages, stages_of
+from gkd.planning.simulation.stages import Factors, Stages, require_transfer, stages_of
 from gkd.planning.simulation.steps import simulate_layout
 
 WIDTH = 120
@@ -116,8 +116,10 @@ def _notes_of_run(factors: Factors, staleness: int) -> list[str]:
 def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: bool) -> PlanReport:
     """Plan a layout.
 
-    ``best``: GPUs to split, None for no splits; ``by_memory``: whether to try GPUs of several sizes.
+    ``best``: GPUs to split, None for no splits; ``by_memory``: whether to try GPUs of several sizes. Raises ConfigError
+    for a ``weights.transfer`` that cannot work in it.
     """
+    require_transfer(layout)
     if needs_offload(layout) and layout.config.schedule.max_staleness:
         settings = settings_with_offload(layout.config, True)
         ahead_settings = {name: value for name, value in settings.items() if name.startswith("schedule.")}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
 
 from gkd.config import Engine
 from gkd.planning.layout import Layout
 from gkd.planning.memory.pools import GroupMemory, pool_memory
+
+Shared: TypeAlias = set[frozenset[str]]
+"""Pairs of groups that may be on the same GPU."""
 
 
 def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
@@ -17,14 +21,16 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
     its engines are offloaded in turn, what they keep while they are.
     """
     pools = layout.config.groups()
-    if only is not None and not layout.hardware.is_cpu and not layout.config.hosts():
-        pools = {only: pools[only]}
-    groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
     if not layout.hardware.is_cpu:
-        offload = _needs_offload(layout, groups)
-        if offload and "rollout" in layout.config.groups_on_actor_gpus():
+        shared = layout.config.may_share()
+        if only is not None:
+            pools = {group: pool for group, pool in pools.items() if group == only or {group, only} in shared}
+        groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
+        offload = _needs_offload(layout, groups, shared)
+        if offload and {"actor", "rollout"} in shared:
             groups = [_with_weight_sync(group, groups) if group.group == "actor" else group for group in groups]
-        return [replace(group, available=_available_bytes(layout, group, groups, offload)) for group in groups]
+        return [replace(group, available=_available_bytes(layout, group, groups, shared, offload)) for group in groups]
+    groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
     widths = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in layout.config.pools()]
     totals = [group.total * group.n_gpus / tp for group, tp in zip(groups, widths, strict=True)]
     return [replace(group, available=layout.hardware.memory - sum(totals) + group.total) for group in groups]
@@ -45,24 +51,26 @@ def needs_offload(layout: Layout) -> bool:
     if layout.hardware.is_cpu:
         return False
     groups = layout.config.groups()
-    return _needs_offload(layout, [pool_memory(layout, group, pool) for group, pool in groups.items()])
+    memories = [pool_memory(layout, group, pool) for group, pool in groups.items()]
+    return _needs_offload(layout, memories, layout.config.may_share())
 
 
-def _needs_offload(layout: Layout, groups: list[GroupMemory]) -> bool:
+def _needs_offload(layout: Layout, groups: list[GroupMemory], shared: Shared) -> bool:
     config = layout.config
-    engines = config.groups_on_actor_gpus()
+    engines = [group.group for group in groups if {"actor", group.group} in shared]
     if not engines or config.actor.lora.quantize is not None:
         return False
     if not config.cluster.offload_is_auto:
         return bool(config.cluster.offload)
-    side_by_side = [replace(group, available=_available_bytes(layout, group, groups, False)) for group in groups]
-    return any(not memory.fits for memory in side_by_side if memory.group in ("actor", *engines))
+    here = [group for group in groups if group.group in ("actor", *engines)]
+    return any(not replace(g, available=_available_bytes(layout, g, groups, shared, False)).fits for g in here)
 
 
-def _available_bytes(layout: Layout, group: GroupMemory, groups: list[GroupMemory], offload: bool) -> float:
+def _available_bytes(
+    layout: Layout, group: GroupMemory, groups: list[GroupMemory], shared: Shared, offload: bool
+) -> float:
     """Return what a GPU has for a group besides those that share it (``colocate_with``)."""
-    colocated = layout.config.may_share()
-    others = [other for other in groups if frozenset((group.group, other.group)) in colocated]
+    others = [other for other in groups if {group.group, other.group} in shared]
     away = {other.group for other in others if offload and "actor" in (group.group, other.group)}
     return layout.hardware.memory - sum(
         _bytes_when_offloaded(other) if other.group in away else other.total for other in others

@@ -61,6 +61,7 @@ class _Simulation:
         workers = {"actor": 1, "rollout": run.sampling.n_engines} | {k: s.n_servers for k, s in run.scoring.items()}
         self.groups = {name: GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
         self.driver = GroupClock("driver", 1)
+        self.clocks = [*self.groups.values(), self.driver]
         self.engines = [EngineClock() for _ in range(run.sampling.n_engines)]
         # What is to be sent to scorers, by step and place; what they were sent and have not begun; with what they have.
         self.unsent: dict[str, list[tuple[int, int, SimulatedSample]]] = {name: [] for name in run.scoring}
@@ -97,24 +98,20 @@ class _Simulation:
 
     def _advance(self) -> None:
         """Go on to the next event of any group."""
-        load: dict[str, float] = {}
-        clocks = [*self.groups.values(), self.driver]
-        for group in clocks:
-            if group.is_working:
-                load[group.device] = load.get(group.device, 0.0) + 1 / self.run.at_once
-        load = {device: max(1.0, busy) for device, busy in load.items()}
+        working = [clock for clock in self.clocks if clock.is_working]
+        load = dict.fromkeys((clock.device for clock in working), 0.0)
+        for clock in working:
+            load[clock.device] += 1 / self.run.at_once
+        slowness = [max(1.0, load[clock.device]) for clock in working]
         nearest: GroupClock | None = None
         dt = float("inf")
-        for group in clocks:
-            if group.is_working and group.events:
-                left = max(0.0, group.events[0][0] - group.now) * load[group.device]
-                if left < dt:
-                    nearest, dt = group, left
+        for clock, slower in zip(working, slowness, strict=True):
+            if clock.events and (left := max(0.0, clock.events[0][0] - clock.now) * slower) < dt:
+                nearest, dt = clock, left
         assert nearest is not None, "somebody works until the last step has ended"
         self.time += dt
-        for group in clocks:
-            if group.is_working:
-                group.advance(dt / load[group.device])
+        for clock, slower in zip(working, slowness, strict=True):
+            clock.advance(dt / slower)
         heapq.heappop(nearest.events)[2]()
 
     def _run_after(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
@@ -293,7 +290,7 @@ class _Simulation:
         """Put what is there of the batch, in its order, into chunks, and close those that are full."""
         batch, there = self.batches.get(self.step, []), self.delivered.get(self.step, set())
         updating = self.run.updating
-        while self.fed < len(batch) and all(i in there for i in range(self.fed, self.fed + updating.unit)):
+        while self.fed in there and all(i in there for i in range(self.fed, self.fed + updating.unit)):
             unit = batch[self.fed : self.fed + updating.unit]
             tokens = sum(self.run.prompt + sample.length for sample in unit)
             if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:

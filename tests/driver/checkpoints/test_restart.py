@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gkd.cli.train import run as run_train
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.config import Config, load
 from gkd.config.compose import compose
@@ -23,7 +26,7 @@ from gkd.driver.checkpoints.restart import (
     restarts,
     start_over,
 )
-from gkd.errors import ControlLost, RunFailed
+from gkd.errors import ControlLost, RunFailed, SignalExit
 
 TWICE = load({"trainer": {"restarts": 2}})
 
@@ -56,6 +59,30 @@ def run(tmp_path: Path) -> Path:
 )
 def test_only_what_was_lost_is_begun_again(failure: Any, private: bool, again: bool) -> None:
     assert may_begin_again(TWICE, failure, private) == again
+
+
+@pytest.mark.parametrize("received", [[], [(15, 0.0)]])
+def test_a_run_that_was_told_to_end_while_it_closed_does_not_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, received: list[tuple[int, float]]
+) -> None:
+    begun: list[str] = []
+
+    @contextmanager
+    def connect(_: Config) -> Iterator[None]:
+        raise WorkerDied("actor rank 0 died")
+        yield
+
+    monkeypatch.setattr("gkd.cluster.session.connect.connect", connect)
+    monkeypatch.setattr("gkd.cluster.session.shutdown._received", received)
+    monkeypatch.setattr("gkd.cli.train._find_inputs", lambda *_: None)
+    monkeypatch.setattr("gkd.driver.checkpoints.restart.begin_again", lambda *_: begun.append("again"))
+    config = compose(["+recipe=grpo", f"trainer.output_dir={tmp_path / 'run'}", "cluster.address=local"])
+    with pytest.raises(SignalExit if received else WorkerDied) as end:
+        run_train(config, ["+recipe=grpo"])
+    assert begun == ([] if received else ["again"])
+    if received:
+        assert isinstance(end.value, SignalExit) and end.value.exit_code == 143
+        assert "checkpoint" in end.value.__notes__[0]
 
 
 def test_not_more_often_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gkd.config import Config, load
+from gkd.config.rewards import Reward
 from gkd.driver.inputs.find import find_inputs
+from gkd.errors import ConfigError
 from tests.data.models import TEMPLATE, save_model, word_tokenizer
 
 
@@ -51,3 +55,61 @@ def test_a_chat_model_that_gets_plain_text_is_warned_of(
         inputs = find_inputs(own(models, model, **data), lambda line: None)
     assert ("data.apply_chat_template=true" in caplog.text) is warned
     assert (inputs.train.prompts[0].messages is not None) is bool(data.get("apply_chat_template"))
+
+
+@pytest.mark.parametrize(
+    ("lacking", "settings", "message"),
+    [
+        ("train", {}, r"row 2 of data\.train_files .*'tests' \(reward\.code\.tests\)"),
+        ("val", {}, r"row 2 of data\.val_files .*'tests' \(reward\.code\.tests\)"),
+        (None, {"code": {"tests": "asserts"}}, r"row 1 of data\.train_files .*'asserts' \(reward\.code\.tests\)"),
+        (None, {}, None),
+    ],
+)
+def test_a_row_without_the_tests_that_its_reward_runs_is_found_before_anything_is_sampled(
+    models: Path, tmp_path: Path, lacking: str | None, settings: dict[str, Any], message: str | None
+) -> None:
+    files = {}
+    for name in ("train", "val"):
+        files[f"{name}_files"] = [str(tmp_path / f"{name}.jsonl")]
+        rows = [{"prompt": "a", "tests": "assert True"}, {"prompt": "a"} | ({"tests": "x"} if name != lacking else {})]
+        Path(files[f"{name}_files"][0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = {"functions": ["code"], **settings}
+    config = own(models, "base", **files, answer_key=None)
+    config = config.model_copy(update={"reward": Reward(**reward)})
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        assert len(find_inputs(config, lambda line: None).train.prompts) == 2
+
+
+def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(models: Path, tmp_path: Path) -> None:
+    def fingerprints(name: str, answer: str) -> dict[str, str]:
+        file = tmp_path / name
+        file.write_text(json.dumps({"prompt": "a", "answer": answer}) + "\n")
+        sets = {"hard": {"files": [str(file)], "answer_key": "answer"}}
+        return find_inputs(own(models, "base", val_sets=sets), lambda line: None).fingerprints()
+
+    one, moved, other = fingerprints("x.jsonl", "b"), fingerprints("y.jsonl", "b"), fingerprints("y.jsonl", "c")
+    assert one.keys() == {"train", "val", "val_sets.hard"}
+    assert one == moved and one["val_sets.hard"] != other["val_sets.hard"]
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_sequences_end_before_longrope_takes_other_frequencies(
+    models: Path, engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines decide by the longest sequence that there could be, and the actor by those of one micro-batch."""
+    save_model(tmp_path / "long")
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 256}
+    config["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    (tmp_path / "long" / "config.json").write_text(json.dumps(config))
+    asked = own(models, "base")
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"path": str(tmp_path / "long")})})
+    limits = {"max_response_length": 200, "engine": engine}
+    for prompt, longest in ((50, 250), (55, 255), (56, 255), (500, 255)):
+        caplog.clear()
+        data = asked.data.model_copy(update={"max_prompt_length": prompt})
+        rollout = asked.rollout.model_copy(update=limits)
+        inputs = find_inputs(asked.model_copy(update={"data": data, "rollout": rollout}), lambda _: None)
+        assert inputs.max_length == longest  # a scorer has room for one token more
+        assert any("LongRoPE" in message and "255" in message for message in caplog.messages) == (prompt > 55)

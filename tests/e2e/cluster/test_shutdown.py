@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -43,6 +44,34 @@ def test_a_closed_terminal_does_not_end_what_was_started_with_nohup() -> None:
         run.wait(0.5)
     run.terminate()
     assert run.wait(30) == 143
+
+
+CLOSES = """
+import time
+from gkd.cluster.session.shutdown import exit_on_signals, ignore_signals, received_signal
+from gkd.errors import catch_errors
+
+def run():
+    exit_on_signals()
+    with ignore_signals():
+        assert received_signal() is None
+        print("up", flush=True)
+        while received_signal() is None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    raise received_signal()
+
+raise SystemExit(catch_errors(run))
+"""
+
+
+def test_a_signal_that_comes_while_something_is_closed_is_known_after_it() -> None:
+    """A run that has failed would begin again else."""
+    run = _start([sys.executable, "-c", CLOSES])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run.send_signal(number)
+        time.sleep(0.1)
+    assert (run.wait(30), run.stderr.read() if run.stderr else "") == (143, "stopped by SIGTERM\n")
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:

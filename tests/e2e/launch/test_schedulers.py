@@ -57,7 +57,7 @@ def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path
     done = subprocess.run(
         ["bash", SBATCH, "+recipe=grpo", "model.path=/nowhere/model", "data.train_files=[x]", "data.val_files=[x]",
          "data.answer_key=a", f"trainer.output_dir={tmp_path / 'run'}"],
-        env={**variables, "PATH": f"{tmp_path}:{variables['PATH']}"}, capture_output=True, text=True, timeout=150,
+        env={**variables, "PATH": f"{tmp_path}:{variables['PATH']}"}, capture_output=True, text=True, timeout=600,
         check=False, cwd=tempfile.gettempdir(),
     )  # fmt: skip
     directory = Path(f"/tmp/gkd-{job}")

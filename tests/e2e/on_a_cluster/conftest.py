@@ -5,7 +5,9 @@ Programs started here join it by themselves.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -24,9 +26,13 @@ HEAD_GPUS, WORKER_GPUS = 2, 4
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One below those that the system gives to whoever binds none, as it stays free until a program has started."""
+    ports = [*random.sample(range(32_000, 32_768), 50), 0]
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise AssertionError("no free port")
 
 
 @dataclass
@@ -48,7 +54,7 @@ class ClusterHere:
         here = {"HOME": str(self.directory), "XDG_CACHE_HOME": caches}
         return {**environment(), **here, "GKD_RAY_DIR": str(self.directory), "GKD_PYTHON": sys.executable, **more}
 
-    def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command, cwd=cwd, env=self.environment(), capture_output=True, text=True, timeout=timeout_s, check=False
         )

@@ -47,7 +47,7 @@ def test_two_jobs_beside_each_other_one_that_ends_and_one_that_is_stopped(
     submitted = cluster.submit(*small, paused, "trainer.total_steps=100000", f"trainer.output_dir={output}")
     assert submitted.returncode == 0, submitted.stderr
     name = re.findall(r"^submitted (\S+) to", submitted.stdout, re.M)[0]
-    assert eventually(lambda: len(rows(output)) > 2, 90), cluster.submit("--status").stdout
+    assert eventually(lambda: len(rows(output)) > 2, 300), cluster.submit("--status").stdout
     placed = json.loads((output / "placement.json").read_text())
     processes = [psutil.Process(record["pid"]) for record in placed]
     processes += [child for process in processes for child in process.children(recursive=True)]
@@ -59,8 +59,8 @@ def test_two_jobs_beside_each_other_one_that_ends_and_one_that_is_stopped(
     stopped = cluster.submit("--stop", name)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {name}\n"), stopped.stderr
     assert stopped.stderr.startswith(f"stopping {name}, ")
-    assert eventually(lambda: not any(process.is_running() for process in processes), 15)
-    assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 20)
+    assert eventually(lambda: not any(process.is_running() for process in processes), 60)
+    assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 60)
     assert f"{name}  STOPPED  {output}" in cluster.submit("--status").stdout
     attached = cluster.submit("--attach", name)
     assert attached.returncode == 143
@@ -126,7 +126,7 @@ def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_pa
     assert all(abs(row.get("mismatch/kl", 0.0)) < 1e-4 for row in metrics[1:])  # of fresh tokens, where there are any
     assert [row["staleness/max"] for row in metrics[1:]] == [0, 1, 1]
     assert sum(row["actor/grad_norm"] for row in metrics[1:3]) > 0  # there were new weights
-    assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 20)
+    assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 60)
 
 
 def test_the_doctor_looks_at_every_node(cluster: ClusterHere, tmp_path: Path) -> None:

@@ -131,13 +131,15 @@ def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
     small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=3",
              "cluster.worker_restarts=0")  # fmt: skip
     run = start(LONG, *small, "trainer.save_every=3", "trainer.save_minutes=null", recipe="grpo")
-    last = 0
+    last, killed = 0, [-1]
     for number, lost in enumerate(("actor", "rollout", "actor", "actor")):
-        assert not number or eventually(lambda n=number: f"(restart {n} of" in run.text(), 90), run.text()
+        assert not number or eventually(lambda n=number: f"(restart {n} of" in run.text(), 300), run.text()
         if number < 2:
             run.wait_for_step(last + 4 if number else 1)  # which nobody but the workers begun again can reach
             last = run.metrics()[-1]["step"]
-        assert eventually(lambda: alive(run.workers()["actor", 0]), 90), run.text()  # also before it has loaded
+        # Also before it has loaded; but not that of before, which may live on for a moment.
+        assert eventually(lambda: alive(actor := run.workers()["actor", 0]) and actor not in killed, 300), run.text()
+        killed.append(run.workers()["actor", 0])
         os.kill(run.workers()[lost, 0], signal.SIGKILL)
     assert run.end() == 1
     (line,) = (line for line in run.errors() if line)
@@ -161,7 +163,7 @@ def test_without_rays_control_service_a_run_saves_what_it_has_and_begins_again_o
     run = start(LONG, "cluster.address=local", "rollout.engine=hf", *small, recipe="grpo")
     for again in (False, True):
         if again:
-            assert eventually(lambda: "going on" in run.text(), 90), run.text()
+            assert eventually(lambda: "going on" in run.text(), 300), run.text()
         run.wait_for_step(run.metrics()[-1]["step"] + 2 if again else 2)
         (service,) = (
             process.pid

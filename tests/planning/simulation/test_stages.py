@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gkd.errors import ConfigError
 from gkd.planning.simulation.stages import (
     HOST_LINK,
     Stages,
@@ -11,6 +12,7 @@ from gkd.planning.simulation.stages import (
     forward_flops,
     generate_s,
     quick_step_s,
+    require_transfer,
     score_s,
     stages_of,
     transfer_of,
@@ -131,6 +133,16 @@ def test_weights_take_the_way_that_a_run_would_choose(overrides: tuple[str, ...]
     assert transfer_of(s) == way
     slowest = stages_of(layout_of(*H200, *overrides, "weights.transfer=auto", "rollout.engine=hf")).sync
     assert (stages_of(s).sync < 0.1 * slowest) == (way != "object_store")
+
+
+def test_a_transfer_that_cannot_work_is_not_planned() -> None:
+    """But one whose packages are not installed here may be planned for a machine where they are."""
+    for way, *overrides in (("ipc",), ("nccl", "placement=single_gpu")):
+        layout = layout_of(*H200, *overrides, f"weights.transfer={way}")
+        with pytest.raises(ConfigError, match=rf"weights\.transfer={way}: .*object_store"):
+            require_transfer(layout)
+    for way in ("auto", "nccl", "object_store", "sharded_rdt"):
+        require_transfer(layout_of(*H200, f"weights.transfer={way}"))
 
 
 def test_shards_are_sent_without_being_gathered() -> None:

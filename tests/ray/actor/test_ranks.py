@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,21 +192,23 @@ def test_only_rank_0_holds_the_whole_model_while_it_is_read(processes: dict[int,
     whole_mb = sum(p.nbytes for p in lm.parameters()) >> 20
     lm.save_pretrained(tmp_path)
 
-    def peak_mb(worker: object) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    def memory_mb(which: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) >> 10 for line in lines if line.startswith(which))
 
     def read(worker: ActorWorker, path: str) -> tuple[int, float]:
-        before = peak_mb(worker)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is of now
+        before = memory_mb("VmRSS")
         worker.model_path = path
         worker.load()
-        return peak_mb(worker) - before, float(
+        return memory_mb("VmHWM") - before, float(
             sum(p.to_local().double().sum() for p in worker.trainer.student.parameters())
         )
 
     calls = [w.__ray_call__.remote(read, str(tmp_path)) for w in processes[2].workers]
     (grown, there), (grown_other, here) = ray.get(calls, timeout=120)
     assert whole_mb > 150
-    assert grown > 0.8 * whole_mb > 0.65 * whole_mb > grown_other
+    assert grown > 0.8 * whole_mb > 0.7 * whole_mb > grown_other
     assert there + here == pytest.approx(float(sum(p.detach().double().sum() for p in lm.parameters())), rel=1e-6)
 
 

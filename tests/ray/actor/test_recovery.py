@@ -102,3 +102,25 @@ def test_others_are_attended_to_until_the_last_rank_is_done(local_ray: None) -> 
     assert seen[0] == 2 and set(seen[1:]) == {1}
     attend_until_done(call, 60, attend)
     assert not has_failed(call) and not ray.wait(list(call.refs), num_returns=2, timeout=0)[1]
+
+
+def test_others_are_not_attended_to_once_a_rank_has_failed(local_ray: None) -> None:
+    """The other waits for it in a collective."""
+    call = PendingCall("writing", ("actor rank 0", "actor rank 1"), (fail.remote(), compute.remote(1000.0)))
+    assert eventually(lambda: has_failed(call), 30)
+    attend_until_done(call, 60, lambda refs: pytest.fail("it goes on"))
+    ray.cancel(call.refs[1], force=True)
+
+
+def test_nothing_is_sent_behind_a_chunk_that_fails_in_this_moment() -> None:
+    """Whose other ranks may never answer."""
+
+    class Failing:
+        accumulates = True
+
+        def recover_chunks(self) -> None:
+            self.accumulates = False  # right after it was looked at
+
+    sync: Any = WeightSync.__new__(WeightSync)
+    sync.actor, sync.push = Failing(), lambda engines: pytest.fail("it is sent")
+    sync.refresh([0])

@@ -97,7 +97,8 @@ def test_chunks_add_up_to_the_batch(
         results.append((summed, rows[0]))
     (expected, row), (summed, streamed) = results
     assert expected.abs().max() > 0
-    assert (summed - expected).norm() <= 1e-6 * expected.norm()
+    # In float32: 4e-7 to 6.5e-7 with the kernels of SSE, AVX2 and AVX-512.
+    assert (summed - expected).norm() <= 2e-6 * expected.norm()
     assert streamed == pytest.approx(row, rel=1e-5, abs=1e-7)  # the clipped norm and the losses among them
 
 

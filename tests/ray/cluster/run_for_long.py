@@ -1,8 +1,10 @@
 """A run that takes its workers, tells where it is, and stays until it is ended from outside.
 
-With the argument `starting` it tells before Ray starts, to be ended while Ray does. `impatient` shortens the deadline
-of giving back. `waiting` waits for a call and has a second to finish without Ray's control service; `joined` does
-so on the cluster that RAY_ADDRESS names. Otherwise it has done what it had to do when that is gone.
+With the argument `starting` it tells before Ray starts, to be ended while Ray does; with `connecting` once Ray's
+servers are started and it is not connected to them; with `hanging` Ray's start takes more than the second that it has.
+`impatient` shortens the deadline of giving back. `waiting` waits for a call and has a second to finish without Ray's
+control service; `joined` does so on the cluster that RAY_ADDRESS names. Otherwise it has done what it had to do when
+that is gone.
 """
 
 # ruff: noqa: E402
@@ -12,6 +14,8 @@ import time
 from gkd.cluster.session.shutdown import skip_teardown
 
 skip_teardown()  # as the gkd command, before libraries are imported
+
+from ray._private import worker
 
 from gkd.cluster.layout.assignment import assignment_line
 from gkd.cluster.session import connect as session_module
@@ -35,6 +39,11 @@ def run():
             tell(directory),
             start(directory, *rest, **more),
         )
+    if sys.argv[1:] == ["hanging"]:
+        session_module.START_TIMEOUT_S = 1.0
+        session_module.ray.init = lambda *_, _temp_dir, **__: (tell(_temp_dir), time.sleep(600))
+    if sys.argv[1:] == ["connecting"]:
+        worker.connect = lambda node, *_, **__: (tell(node.get_temp_dir_path()), time.sleep(600))
     if sys.argv[1:] == ["impatient"]:
         session_module.RELEASE_TIMEOUT_S = 2.0
     waits = sys.argv[1:] in (["waiting"], ["joined"])

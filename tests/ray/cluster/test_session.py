@@ -138,16 +138,25 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
     assert not any(map(alive, pids))
 
 
-def test_no_process_is_left_when_ctrl_c_comes_while_ray_starts():
-    run = start("starting")
+@pytest.mark.parametrize(("moment", "delay_s"), [("starting", 2.0), ("connecting", 0.0)])
+def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(moment, delay_s):
+    run = start(moment)
     directory, _ = directory_and_pids(run)
-    time.sleep(2.0)
+    time.sleep(delay_s)
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=60) == 130
     assert run.stderr.read() == "stopped by Ctrl-C\n"
     assert reaper.processes_of(directory) == []
     assert not Path(directory).exists()
+
+
+def test_a_ray_that_hangs_while_it_starts_ends_the_run_in_time():
+    run = start("hanging")
+    directory, _ = directory_and_pids(run)
+    assert run.wait(timeout=60) == 1
+    assert contains_in_order(run.stderr.read(), "failed: ", "Ray", " 1 s")
+    assert eventually(lambda: not reaper.processes_of(directory) and not Path(directory).exists())
 
 
 def test_only_writers_below_the_directory_are_found(tmp_path):
@@ -164,6 +173,28 @@ def test_only_writers_below_the_directory_are_found(tmp_path):
     finally:
         writer.kill()
         reader.kill()
+
+
+def test_a_directory_into_which_something_is_written_while_it_is_removed_is_removed(tmp_path, monkeypatch):
+    directory, rmtree = tmp_path / "run", shutil.rmtree
+    directory.mkdir()
+    late = iter([True, True])
+
+    def write_late(path, **options):
+        rmtree(path, **options)
+        if next(late, False):
+            directory.mkdir()
+            (directory / "late").touch()
+
+    monkeypatch.setattr(shutil, "rmtree", write_late)
+    assert reaper.remove(str(directory))
+    assert not directory.exists()
+
+
+def test_a_directory_that_stays_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    monkeypatch.setattr(reaper, "REMOVE_S", 0.1)
+    assert not reaper.remove(str(tmp_path))
 
 
 @pytest.mark.parametrize("killed", ["nothing", "workers", "workers and watchdog"])

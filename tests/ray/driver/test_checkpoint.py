@@ -78,6 +78,17 @@ def checkpoints(config: Config, output: Path, first: int = 0) -> Checkpoints:
     return Checkpoints(config, output, time.monotonic(), DATA, first)
 
 
+def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
+    monkeypatch.setattr("gkd.driver.checkpoints.saving.flush", lambda path: done.append(path.name))
+    monkeypatch.setattr("gkd.driver.checkpoints.checkpoint.write", lambda saved: done.append("checkpoint"))
+    write(load({"trainer": {"total_steps": 10}}), tmp_path, 5)
+    assert done == ["metrics.jsonl", "checkpoint"]
+
+
 def write(config: Config, output: Path, *steps: int) -> None:
     """Checkpoints of these steps, by number of steps."""
     every = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_every": 1})})
@@ -286,15 +297,22 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
 def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_path: Path) -> None:
     def run(directory: str, **reward: object) -> Config:
         models = {"model": {"path": "/student"}, "teacher": {"model": {"path": "/teacher"}}}
-        data = {"train_files": [f"{directory}/train.jsonl"], "val_files": [f"{directory}/val.jsonl"]}
+        data = {
+            "train_files": [f"{directory}/train.jsonl"],
+            "val_files": [f"{directory}/val.jsonl"],
+            "val_sets": {"hard": {"files": [f"{directory}/hard.jsonl"]}},
+            "cache_dir": f"{directory}/cache",
+        }
         trainer = {"total_steps": 10, "save_every": 1}
         return load({"trainer": trainer, **models, "data": data, "reward": reward})
 
     write(run("/here"), tmp_path, 5)
     changed = run("/there", timeout_s=60.0, workers=4, max_failed_share=0.5)
     assert differences(find(changed, tmp_path), changed).partition(": ")[2] == (
+        "data.cache_dir /here/cache -> /there/cache, "
         "data.train_files ['/here/train.jsonl'] -> ['/there/train.jsonl'], "
-        "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
+        "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], "
+        "data.val_sets.hard.files ['/here/hard.jsonl'] -> ['/there/hard.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
         "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
     )
     with pytest.raises(ConfigError, match=r"reward\.length\.target_length=None, this is 3"):

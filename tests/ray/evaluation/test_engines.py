@@ -38,7 +38,7 @@ def workers(local_ray: None) -> Iterator[list[object]]:
 
 
 def test_eight_engines_are_eight_times_as_fast_as_one(workers: list[object]) -> None:
-    """In passes of the engines, which take a fixed time: how busy other programs keep the machine does not matter."""
+    """In passes of the engines, which take a fixed time on a busy machine too; one may take a round of another."""
     worker_reports = tuple(reports("rollout", *(f"GPU-{i}" for i in range(N))))
     group = Group("rollout", tuple(workers), worker_reports)
     target = "tests.ray.evaluation.imposed:ImposedRollout"
@@ -52,4 +52,4 @@ def test_eight_engines_are_eight_times_as_fast_as_one(workers: list[object]) -> 
     assert sorted(a.job.question.prompt.id for a in answers) == list(range(len(questions)))
     passes = [progress[0] for progress in group.control("progress", timeout_s=30)]
     one = len(questions) * PASSES / SLOTS  # passes of a single engine with all of its places taken
-    assert one / max(passes) >= 0.95 * N, passes
+    assert one / max(passes) >= N * ROUNDS / (ROUNDS + 1), passes

@@ -200,8 +200,9 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
         (report,) = watch.groups[0].reports
         os.kill(report.pid, number)
         expected = lose()
-        # One that is only silent may be back within the time that a request has.
-        assert [each.within_s for each in expected] == ([60.0] if number == signal.SIGKILL else [3.0, 60.0])
+        # One that is only silent may be back within the time that a request has; so is one of whose death Ray is late.
+        within = [each.within_s for each in expected]
+        assert within == [3.0, 60.0] or (number == signal.SIGKILL and within == [60.0])
         assert watch.groups[0].reports[0].pid != report.pid
     texts = [record.getMessage() for record in caplog.records if getattr(record, "kind", "") == "death"]
     waits = "what teacher is to score waits for it; it is started again"

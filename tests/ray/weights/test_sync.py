@@ -24,6 +24,7 @@ from gkd.driver.groups.weight_sync import WeightSync
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, SampleRequest, Sampling
+from tests.ray.cluster.conftest import eventually
 from tests.weights.reports import reports
 
 # By ipc engines are on the actor's GPUs, the other way round.
@@ -197,12 +198,19 @@ def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors:
     system.expect_served(2)
 
 
-def test_by_nccl_the_others_go_on_without_an_engine_that_hangs_before_the_push(actors: Group) -> None:
+@pytest.mark.parametrize("engines_of_push", [None, [0]])
+def test_by_nccl_the_others_go_on_without_an_engine_that_hangs_before_the_push(
+    actors: Group, engines_of_push: list[int] | None
+) -> None:
+    """Also where the push was for that one alone, as for one that has come back: no group is formed of nobody."""
     config = settings("nccl", timeout_s=10.0)
     engines = make_engines(config, 2)
     system = start(actors, engines, config)
     system.push(1)
     engines.select([0]).control("do_long_step", 60.0, timeout_s=30)
+    if engines_of_push is not None:
+        system.sync.push(engines_of_push)
+        assert system.rollout.present_engines == [1]
     system.push(2)
     assert system.rollout.present_engines == [1]
     system.expect_served(2)
@@ -235,8 +243,10 @@ def test_by_ipc_the_others_go_on_without_an_engine_that_dies(actors: Group) -> N
     (state,) = system.engine_states()
     assert (state[1], state[2]) == (2, False)
     system.rollout.submit([SampleRequest(Prompt(0, np.ones(1, np.int32), ""), 0, 0, Sampling(1))])
+    engine = system.rollout.group.select([1])
+    assert eventually(lambda: engine.control("progress", timeout_s=30) == [(0, 1)], 60)
     time.sleep(1.0)
-    assert system.rollout.group.select([1]).control("progress", timeout_s=30) == [(0, 1)]  # it waits, unsampled
+    assert engine.control("progress", timeout_s=30) == [(0, 1)]  # it waits, unsampled
     end(engines)
 
 

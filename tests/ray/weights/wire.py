@@ -19,6 +19,7 @@ from torch import Tensor
 from gkd.config import Config, Weights
 from gkd.config.base import Settings
 from gkd.data.model_info import ModelInfo
+from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout import pipeline
 from gkd.rollout import worker as rollout_worker
@@ -91,6 +92,8 @@ class GlooSender(nccl.NcclSender):
         return f"127.0.0.1:{self.store.port}"
 
     def join(self, address: str, world: int) -> None:
+        if world < 2:  # as vLLM's communicator
+            raise RunFailed("a group of one")
         self.group = Gloo(address, nccl.ROOT, world, self.store)
 
     def broadcast(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.vllm.inference.test_engines import make, requests, run, small_spec, w
 from tests.weights.received import load_in_buckets
 
 
-def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path) -> None:
+def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank that vLLM has no room of exactly, in several buckets; before the first push and after two."""
     os.environ.update(environment("cpu", []))
     from gkd.inference.vllm_sampler import VLLMSampler
@@ -31,6 +32,9 @@ def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path) -> N
         worst_difference(model, sample_requests, run(engine, sample_requests)) < 1e-4
     )  # a new adapter changes nothing
     plain = [sample.token_ids.tolist() for sample in run(engine, sample_requests)]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     for version in (1, 2):
         torch.manual_seed(version)
         for name, parameter in model.named_parameters():
@@ -43,6 +47,7 @@ def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path) -> N
         assert worst_difference(model, sample_requests, samples) < 1e-4
         assert [sample.token_ids.tolist() for sample in samples] != plain
         assert {span.version for sample in samples for span in sample.versions} == {version}
+    assert not list(temporary.iterdir())  # workers are ended without a word
     with pytest.raises(ValueError, match="target modules"):
         load_in_buckets(engine, {"base_model.model.model.nothing.lora_A.weight": torch.ones(4, 8)}.items(), 3)
     engine.close()
