@@ -4,7 +4,7 @@ The real loop, the real handing out of prompts and the real accumulation of chun
 takes lognormal times for its responses, a scorer and an actor that sleep. So that two cores are enough. The simulation
 (:mod:`gkd.planning.simulation.events`) is given the same times, and the measured push.
 
-    python tests/benchmarks/overlap.py [--steps 8] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
+    python tests/benchmarks/overlap.py [--steps 24] [--bound rollout actor teacher] [--staleness 0 1 2 4] [--scale 1]
         [--streaming no yes] [--in-flight] [--engines 1] [--val-every 4]
 
 A step's longest stage is the longest, on average, of sampling a batch (by an engine that has nothing else: as measured
@@ -70,6 +70,7 @@ from tests.weights.reports import reports
 SAMPLES, SLOTS, SIGMA, CHUNKS = 64, 32, 0.5, 8
 MEAN_TOKENS = 100
 WITHOUT_OVERLAP = 4  # steps that are measured for the longest stage alone
+STEPS = 24  # some wait for a straggler: of an actor at staleness 1 8 steps are 1.037 of it by simulation, 100 are 1.032
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ def settled(max_staleness: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="that are measured, once a run has settled")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are measured, once a run has settled")
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=list(BOUND))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--streaming", nargs="+", default=["no", "yes"], choices=["no", "yes"])
