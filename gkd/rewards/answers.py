@@ -129,6 +129,7 @@ def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
 
 def readings(content: str) -> list[str]:
     """Return what a stated answer may be meant to be: all of it, or as far as its first sentence or clause."""
+    content = " ".join(content.split())  # what ends a clause is searched for from every space of a run of them
     first = _END.split(content, maxsplit=1)[0]
     return [content] if first == content or not first.strip() else [content, first]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -375,6 +376,19 @@ def test_an_expression_that_would_never_end_is_wrong_and_the_next_one_is_still_c
         comparer.close()
 
 
+def test_a_child_that_ended_between_questions_costs_no_answer() -> None:
+    comparer = MathComparer()
+    try:
+        assert comparer.are_equal("1/2", "0.5")
+        for _ in range(2):
+            assert comparer._child is not None
+            comparer._child.kill()
+            comparer._child.wait()
+            assert comparer.are_equal("1/2", "0.5")
+    finally:
+        comparer.close()
+
+
 def test_closing_leaves_no_child() -> None:
     comparer = MathComparer()
     comparer.are_equal("1", "1")
@@ -391,6 +405,14 @@ def test_very_long_responses_are_answered() -> None:
     for text in ("\\[ ", "answer is ( (", "<answer>", "1,", "the answer is: the ", "\\frac{1}{", "answer to ", "1/"):
         for answer in ("7", "Paris", "B", "5, 6", "\\sqrt{2}"):
             assert accuracy(text * 10_000, answer) == 0.0
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\n"])
+def test_a_long_run_of_white_space_in_an_answer_costs_no_time(space: str) -> None:
+    began = time.process_time()
+    assert accuracy(f"<answer>x{space * 19_000}x</answer>", "5") == 0.0
+    assert accuracy(f"\\boxed{{5{space * 19_000}, since 2 + 3 is that}}", "5") == 1.0
+    assert time.process_time() - began < 2.0
 
 
 @settings(max_examples=60)
