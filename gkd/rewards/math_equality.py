@@ -10,6 +10,7 @@ The child also ends when this process does, because its stdin closes.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import signal
@@ -60,6 +61,8 @@ class MathComparer:
             self._end_child()
 
     def _running_child(self) -> subprocess.Popen[str]:
+        if self._child is not None and self._child.poll() is not None:  # ended while it had nothing to do
+            self._end_child()
         if self._child is None:
             # Run as a file: a Ray worker's import path does not reach its children.
             self._child = subprocess.Popen(
@@ -75,7 +78,7 @@ class MathComparer:
         if self._child is not None:
             child, self._child = self._child, None
             child.kill()
-            with child:  # closes its pipes and waits
+            with contextlib.suppress(BrokenPipeError), child:  # closes its pipes, of which one may hold a question
                 pass
 
 
