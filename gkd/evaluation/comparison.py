@@ -30,10 +30,11 @@ class Comparison:
 def read_all(paths: Sequence[Path]) -> list[Results]:
     """Read files of results, all of them of a directory, run, evaluation or sweep. Raises ConfigError for none.
 
+    Of a model's results on one set in a directory those with the most questions count, as ``--quick`` leaves others.
     Models of one name and set in two directories, as those of runs ``a/seed0`` and ``b/seed0``, get the names of as
     many directories above as tell them apart.
     """
-    files = [(file, read_results(file)) for path in paths for file in _files(path)]
+    files = [own for path in paths for own in _read_path(path)]
     homes: dict[tuple[str, str], set[Path]] = {}
     for file, result in files:
         homes.setdefault((result.set, result.model), set()).add(_find_home(file))
@@ -45,6 +46,18 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
         replace(result, model=names[result.model][_find_home(file)]) if result.model in twice else result
         for file, result in files
     ]
+
+
+def _read_path(path: Path) -> list[tuple[Path, Results]]:
+    """Read the file at ``path``, or those of a directory, in which a quick check gives way to the whole evaluation."""
+    files = [(file, read_results(file)) for file in _files(path)]
+    if not path.is_dir():
+        return files
+    most: dict[tuple[Path, str, str], int] = {}
+    for file, result in files:
+        place = file.parent, result.set, result.name
+        most[place] = max(len(result.questions), most.get(place, 0))
+    return [(file, own) for file, own in files if len(own.questions) == most[file.parent, own.set, own.name]]
 
 
 def _find_home(file: Path) -> Path:

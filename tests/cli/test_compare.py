@@ -71,6 +71,19 @@ def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
     }
 
 
+def test_a_quick_check_before_the_evaluation_is_no_second_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results").mkdir()
+    for n in (2, 4, 3):
+        write(tmp_path / "results", "a", [0.0] * n)
+        quick = write(tmp_path / "results", "b", [1.0] * n)
+    for directory in (tmp_path, tmp_path / "results"):
+        assert main([str(directory)]) == 0
+        assert "4 questions" in capsys.readouterr().out
+    assert main([str(tmp_path), str(quick)]) == 2  # of files that are named nobody knows which one is meant
+
+
 def test_strategies_of_one_model_are_compared_as_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "base", [0.0] * 9)
     write(tmp_path, "base", [1.0] * 9, strategy="majority")
