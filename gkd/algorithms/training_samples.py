@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
-from gkd.config import Config
+from gkd.config import Config, Reward
 from gkd.errors import RunFailed, describe_error
 from gkd.types import TrainingSample
 
@@ -143,7 +143,7 @@ def _function_metrics(config: Config, samples: Sequence[TrainingSample]) -> dict
         if (kl := _kl_of_preferred(config, name, samples)) is not None:
             metrics[f"reward/{label}/kl"] = kl
         metrics[f"reward/{label}/failed"] = (len(rewards) - len(values)) / len(rewards)
-        if failures := _failures(config, name, rewards):
+        if failures := describe_failures(config.reward, name, rewards):
             log.warning(failures)
     return metrics
 
@@ -172,17 +172,17 @@ def _kl_of_preferred(config: Config, name: str, samples: Sequence[TrainingSample
 def require_rewards(config: Config, samples: Sequence[TrainingSample]) -> None:
     """Raise RunFailed where a function failed on more than ``reward.max_failed_share`` of the samples."""
     for name in config.reward.functions if config.algorithm.policy_weight else []:
-        _failures(config, name, [sample.rewards[name] for sample in samples])
+        describe_failures(config.reward, name, [sample.rewards[name] for sample in samples])
 
 
-def _failures(config: Config, name: str, rewards: Sequence[float | str]) -> str | None:
+def describe_failures(settings: Reward, name: str, rewards: Sequence[float | str]) -> str | None:
     """Describe on how many samples a function failed, and why; None where on none. Raises as require_rewards."""
     reasons = [reward for reward in rewards if isinstance(reward, str)]
     if not reasons:
         return None
     line = f"reward {name} failed on {len(reasons)} of {len(rewards)} samples, for example: {reasons[0]}"
-    if len(reasons) > config.reward.max_failed_share * len(rewards):
-        raise RunFailed(f"{line} (reward.max_failed_share={config.reward.max_failed_share:g})")
+    if len(reasons) > settings.max_failed_share * len(rewards):
+        raise RunFailed(f"{line} (reward.max_failed_share={settings.max_failed_share:g})")
     return line
 
 

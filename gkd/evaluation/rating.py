@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from gkd.algorithms.training_samples import describe_failures
 from gkd.config import Config, Reward
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
-from gkd.rewards.process import RewardError
+from gkd.rewards.process import RewardError, Timed
+
+log = logging.getLogger("gkd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,21 @@ def reward_settings(config: Config, questions: Questions) -> Reward | None:
 
 
 def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float]]:
-    """Return the rewards of every answer, by their labels. Raises RunFailed for the first that gives none."""
-    labels, pool = settings.labels(), RewardPool(settings)
+    """Return the rewards of every answer, by their labels; without those of functions that failed on it.
+
+    Raises RunFailed where one failed on more than ``settings.max_failed_share`` of the answers.
+    """
+    rewards = _evaluate(settings, rated)
+    for name in settings.functions:
+        if failures := describe_failures(settings, name, [own[name] for own in rewards]):
+            log.warning(failures)
+    labels = settings.labels()
+    return [{labels[name]: value for name, value in own.items() if not isinstance(value, str)} for own in rewards]
+
+
+def _evaluate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float | str]]:
+    """Return what every function gave each answer, or why it gave nothing."""
+    pool = RewardPool(settings)
     try:
         completions = [_completion(own) for own in rated]
         futures = [pool.submit(completion) for completion in completions]
@@ -67,15 +85,19 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
             group_rewards = pool.submit_group([completions[place] for place in places])
             for place, rewards in zip(places, group_rewards, strict=True):
                 futures[place] |= rewards
-        scores = []
-        for own, of_one in zip(rated, futures, strict=True):
-            try:
-                scores.append({labels[name]: future.result()[0] for name, future in of_one.items()})
-            except RewardError as error:
-                raise RunFailed(f"rewards of question {own.question.prompt.id + 1}: {error}") from None
-        return scores
+        return [
+            {name: _result(future, own.question) for name, future in of_one.items()}
+            for own, of_one in zip(rated, futures, strict=True)
+        ]
     finally:
         pool.close()
+
+
+def _result(reward: Future[Timed], question: Question) -> float | str:
+    try:
+        return reward.result()[0]
+    except RewardError as error:
+        return f"question {question.prompt.id + 1}: {error}"
 
 
 def _completion(own: RatedAnswer) -> Completion:

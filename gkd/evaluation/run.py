@@ -47,14 +47,14 @@ def evaluate(
     """
     output = _directory(config.evaluate.output_dir)
     to_measure = measurements(config, quick, out.print, further)
-    log = AnswerLog(output / "answers.jsonl")
+    log, results = AnswerLog(output / "answers.jsonl"), list[Results]()
     try:
         _generate_missing(config, to_measure, log, out)
-        results = [_results(config, measurement, log) for measurement in to_measure]
+        for measurement in to_measure:  # written one by one: the rewards of the next set may fail
+            results.append(_results(config, measurement, log))
+            results[-1].write(output / "results")
     finally:
         log.close()
-    for result in results:
-        result.write(output / "results")
     return results
 
 

@@ -20,7 +20,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """One answer to a question as scores need it. ``rewards``: by name, what the set's rewards gave."""
+    """One answer to a question as scores need it. ``rewards``: by name, those of the set that did not fail."""
 
     text: str
     n_tokens: int
@@ -36,7 +36,10 @@ def accuracy(response: str, prompt: Prompt) -> float:
 
 
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
-    """Return the values of one question, by score: means over its answers, and what takes all of them together."""
+    """Return the values of one question, by score: means over its answers, and what takes all of them together.
+
+    A reward's mean is over the answers that it rated; one that rated none of them is left out.
+    """
     n = len(answers)
     values: dict[str, float] = {}
     if question.prompt.answers:
@@ -49,8 +52,9 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
                     values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
             stated = [final_answer(answer.text) for answer in answers]
             values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
-    for name in answers[0].rewards:
-        values[f"reward/{name}"] = sum(answer.rewards[name] for answer in answers) / n
+    for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
+        rewards = [answer.rewards[name] for answer in answers if name in answer.rewards]
+        values[f"reward/{name}"] = sum(rewards) / len(rewards)
     values["cost"] = sum(answer.cost for answer in answers) / n
     values["iterations"] = sum(answer.iterations for answer in answers) / n
     values["length"] = sum(answer.n_tokens for answer in answers) / n
@@ -72,8 +76,9 @@ def final_answer(text: str) -> str | None:
 
 
 def means(values: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
-    """Return the mean of every score over the questions, with its error. All questions have the same scores."""
-    return {name: estimate([own[name] for own in values]) for name in values[0]}
+    """Return the mean of every score over the questions that have it, with its error."""
+    names = dict.fromkeys(name for own in values for name in own)
+    return {name: estimate([own[name] for own in values if name in own]) for name in names}
 
 
 def group_by_difficulty(
