@@ -33,7 +33,7 @@ if offline:
         os._exit({NOT_ALLOWED})
     if child := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(code if code >= 0 else 128 - code)
+        os._exit(1 if code == {NOT_ALLOWED} else code if code >= 0 else 128 - code)
     with_parent()
 for kind, limit in (
     (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CPU, seconds),

@@ -30,6 +30,8 @@ def test_a_program_is_worth_the_tests_that_it_passes() -> None:
     io = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8"]}
     assert [worth(f"print({n} * int(input()))", io) for n in (2, 3)] == [1.0, 0.0]
     assert worth("this is no program", io) == 0.0
+    for code in (1, 126, 127, 255):
+        assert worth(f"import os\nos._exit({code})", tests[:1]) == 0.0
 
 
 def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
