@@ -27,7 +27,9 @@ class Code(RewardFunction):
     The program is the last fenced block, of Python where there is one; without any, the whole response. Tests are, in
     the column ``tests``: Python text with assertions, or a list of such texts (MBPP); or inputs with the outputs that
     are expected, as ``{"inputs": [...], "outputs": [...]}`` (APPS) or a list of ``{"input", "output"}``. JSON of any
-    of these will do. Each test is a process of its own (:mod:`gkd.rewards.sandbox`).
+    of these will do, and an input or output that is a list is its lines. With ``"fn_name"`` inputs and outputs are the
+    arguments and the result of that function, or method of the class ``Solution``. Each test is a process of its own
+    (:mod:`gkd.rewards.sandbox`).
     """
 
     class Config(Settings):
@@ -102,17 +104,47 @@ def read_tests(column: Any) -> list[Test]:
 def _tests(column: Any) -> Iterator[Test]:
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
         for test_input, expected in zip(column["inputs"], column["outputs"], strict=True):
-            yield str(test_input), str(expected)
+            if name := column.get("fn_name"):
+                yield _call(str(name), test_input, expected), None
+            else:
+                yield _text(test_input), _text(expected)
     elif isinstance(column, list):
         for test in column:
             if isinstance(test, str):
                 yield test, None
             elif isinstance(test, dict) and {"input", "output"} <= test.keys():
-                yield str(test["input"]), str(test["output"])
+                yield _text(test["input"]), _text(test["output"])
             else:
                 raise ValueError(f"a test is text, or input and output, not {type(test).__name__}")
     else:
         raise ValueError(f"tests are text, a list, or inputs and outputs, not {type(column).__name__}")
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _call(name: str, arguments: Any, expected: Any) -> str:
+    """Return Python that calls the function ``name`` and asserts what it returns; APPS has some results in a list.
+
+    Text is the arguments as JSON, one a line, and the result as JSON (LiveCodeBench).
+    """
+    if isinstance(arguments, str):
+        arguments, expected = [_decode(line) for line in arguments.splitlines()], _decode(expected)
+    return (
+        "import json\n"
+        f"expected = json.loads({json.dumps(expected)!r})\n"
+        f"function = getattr(Solution(), {name!r}) if 'Solution' in globals() else globals()[{name!r}]\n"
+        f"given = json.loads(json.dumps(function(*json.loads({json.dumps(arguments)!r}))))\n"
+        "assert given == expected or [given] == expected"
+    )
+
+
+def _decode(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
 
 
 def _lines(text: str) -> list[str]:

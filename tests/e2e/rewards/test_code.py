@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from pathlib import Path
@@ -30,8 +31,23 @@ def test_a_program_is_worth_the_tests_that_it_passes() -> None:
     io = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8"]}
     assert [worth(f"print({n} * int(input()))", io) for n in (2, 3)] == [1.0, 0.0]
     assert worth("this is no program", io) == 0.0
+    lines = {"inputs": [["1", "4"]], "outputs": [["2", "8"]]}
+    assert [worth(f"print({n} * int(input()), {n} * int(input()), sep='\\n')", lines) for n in (2, 3)] == [1.0, 0.0]
     for code in (1, 126, 127, 255):
         assert worth(f"import os\nos._exit({code})", tests[:1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [([[[1, 2], 3], [[], 1]], [[3, 6], []]), ([[[1], 2]], [[[2]]]), (["[1, 2]\n3"], ["[3, 6]"])],
+)
+def test_functions_are_called_with_their_arguments(inputs: list[Any], outputs: list[Any]) -> None:
+    tests = {"fn_name": "scale", "inputs": inputs, "outputs": outputs}
+    for n, value in (("n", 1.0), ("5", 0.0)):
+        function = f"def scale(own, n):\n    return tuple({n} * x for x in own)"
+        method = "class Solution:\n    def scale(self, own, n):\n        return [x * " + n + " for x in own]"
+        assert [worth(function, tests), worth(method, json.dumps(tests))] == [value] * 2
+    assert worth("def other():\n    return 1", tests) == 0.0
 
 
 def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
