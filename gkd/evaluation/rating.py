@@ -101,11 +101,15 @@ def _result(reward: Future[Timed], question: Question) -> float | str:
 
 
 def _completion(own: RatedAnswer) -> Completion:
+    """Return what is rated: the text of an answer, and not what a strategy sampled besides."""
+    n_tokens = own.answered.n_tokens
+    if own.answered.iterations > 1 and own.token_ids is not None:
+        n_tokens = len(own.token_ids)
     return Completion(
         prompt=own.question.prompt.text,
         response=own.answered.text,
         answer=own.question.prompt.answer,
-        n_tokens=own.answered.n_tokens,
+        n_tokens=min(n_tokens, own.max_tokens),
         max_tokens=own.max_tokens,
         truncated=own.answered.truncated,
         other_answers=own.question.prompt.other_answers,

@@ -14,8 +14,10 @@ from gkd.config.overrides import overrides_of
 from gkd.driver.checkpoints import run_models
 from gkd.driver.checkpoints.run_models import RunModels
 from gkd.errors import ConfigError
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import load_questions
-from gkd.evaluation.rating import reward_settings
+from gkd.evaluation.rating import RatedAnswer, reward_settings
+from gkd.evaluation.rating import _completion as completion_of
 from tests.data.models import word_tokenizer
 
 HERE = "tests.rewards.functions:"
@@ -61,6 +63,24 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
     assert again.evaluate.sets["own"].rewards == [f"{tmp_path}/mine.py:own", "format"]
     kept = again.reward.model_dump()
     assert (kept["own"], kept["timeout_s"], kept["functions"]) == ({"factor": 0.5}, 3.0, [])
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "iterations", "token_ids", "seen"),
+    [
+        (8, 1, (1, 2), 8),  # with an end token
+        (30, 5, (1, 2), 2),
+        (30, 5, None, 10),
+        (30, 1, (1, 2), 10),  # a strategy of one's own need not count
+    ],
+)
+def test_a_reward_sees_the_length_of_the_answer_and_not_of_all_that_a_strategy_sampled(
+    n_tokens: int, iterations: int, token_ids: tuple[int, ...] | None, seen: int, tmp_path: Path
+) -> None:
+    config = with_rewards(tmp_path, ["length"])
+    question = load_questions("own", config.data.val_sets["own"], word_tokenizer(), 8).questions[0]
+    answer = RecordedAnswer("b", 30.0, iterations, n_tokens, False, 0.0)
+    assert completion_of(RatedAnswer(question, answer, 10, token_ids)).n_tokens == seen
 
 
 @pytest.mark.parametrize(
