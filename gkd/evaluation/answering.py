@@ -55,7 +55,7 @@ class CountingGenerate:
     def __init__(self, source: ReplySource, job: AnswerJob, sampling: Sampling, seed: int) -> None:
         self._source, self._job, self._sampling, self._seed = source, job, sampling, seed
         self._n_replies = self.n_tokens = 0
-        self.truncated = False
+        self._truncated: dict[str, bool] = {}
 
     @property
     def question(self) -> str:
@@ -80,8 +80,13 @@ class CountingGenerate:
         self._n_replies += 1
         reply = await self._source.reply(self._job.question, prompt, sampling, seed)
         self.n_tokens += reply.n_tokens
-        self.truncated = reply.truncated
+        self._truncated.pop(reply.text, None)
+        self._truncated[reply.text] = reply.truncated  # the last one that came stands last
         return reply
+
+    def is_truncated(self, text: str) -> bool:
+        """Return whether the limit cut the reply that an answer is, or of one that is none the last reply."""
+        return self._truncated.get(text, next(reversed(self._truncated.values()), False))
 
 
 def seed_in_set(seed: int, question: str, *place: int) -> int:
@@ -110,7 +115,8 @@ def answer_all(
                 generate = CountingGenerate(source, job, sampling, seed)
                 answer = await _answer(strategy, generate, job)
                 now = time.monotonic()
-                done(JobAnswer(job, answer, generate.n_tokens, generate.truncated, now - last[0]))
+                truncated = generate.is_truncated(answer.text)
+                done(JobAnswer(job, answer, generate.n_tokens, truncated, now - last[0]))
                 last[0] = now
 
         async with asyncio.TaskGroup() as group:

@@ -35,8 +35,8 @@ class AnswerKey:
 class RecordedAnswer:
     """One line of the file, without its key.
 
-    ``n_tokens`` were sampled for it in all. ``truncated``: the limit cut its last reply. ``seconds`` since the answer
-    before it came, so that sums are the time that was spent.
+    ``n_tokens`` were sampled for it in all. ``truncated``: the limit cut the reply that it is, or else the last one.
+    ``seconds`` since the answer before it came, so that sums are the time that was spent.
     """
 
     text: str

@@ -87,6 +87,22 @@ def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
     assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
 
 
+@pytest.mark.parametrize(("chosen", "truncated"), [("q0", False), ("qq cut", True), ("of its own", True)])
+def test_an_answer_is_truncated_where_the_reply_is_that_it_is(chosen: str, truncated: bool) -> None:
+    """And not where one of several others was that took the longest."""
+
+    class Cut(Echo):
+        async def reply(self, *args: Any) -> Reply:
+            reply = await super().reply(*args)
+            return Reply(reply.text, reply.n_tokens, "cut" in reply.text)
+
+    async def choose(generate: GenerateFn, row: Columns) -> Answer:
+        await asyncio.gather(generate(), generate("qq cut"))
+        return Answer(chosen, 2.0, 2)
+
+    assert [a.truncated for a in answer(Cut(), jobs(1), choose)] == [truncated]
+
+
 def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
     async def cell() -> list[JobAnswer]:
         return answer(Echo(), jobs(3), plain)
