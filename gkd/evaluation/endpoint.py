@@ -75,6 +75,7 @@ class EndpointReplies:
 
         assert self._client is not None, "work() runs before anything is asked"
         settings, client = self.model.settings, await self._client
+        name = f"evaluate.endpoints.{self.model.name}: {settings.url}"
         body: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
         body |= _extra_parameters(sampling)
         try:
@@ -88,12 +89,15 @@ class EndpointReplies:
             )
         except OpenAIError as error:
             cause = one_line(error.__cause__ or error)
-            raise RunFailed(
-                f"evaluate.endpoints.{self.model.name}: {settings.url} did not answer: {type(error).__name__}: {cause}"
-            ) from None
-        choice, usage = answer.choices[0], answer.usage
-        n_tokens = 0 if usage is None else usage.completion_tokens
-        return Reply(choice.message.content or "", n_tokens, choice.finish_reason == "length")
+            raise RunFailed(f"{name} did not answer: {type(error).__name__}: {cause}") from None
+        except ValueError as error:
+            raise RunFailed(f"{name} answered with what is no JSON: {one_line(error)}") from None
+        try:
+            choice, n_tokens = answer.choices[0], 0 if answer.usage is None else int(answer.usage.completion_tokens)
+            return Reply(choice.message.content or "", n_tokens, choice.finish_reason == "length")
+        except (AttributeError, IndexError, TypeError):
+            text = one_line(repr(answer))[:200]
+            raise RunFailed(f"{name} answered with what is no chat completion: {text}") from None
 
     async def work(self) -> None:
         """Hold the connection until this is cancelled."""

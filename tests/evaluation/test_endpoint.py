@@ -109,6 +109,33 @@ def test_an_endpoint_that_refuses_is_named(
         evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("text/html", "<html>"),
+        ("application/json", "{"),
+        ("application/json", '{"detail": "no"}'),
+        ("application/json", '{"choices": []}'),
+        ("application/json", '{"choices": [{"message": {"content": "4"}}], "usage": {"prompt_tokens": 1}}'),
+    ],
+)
+def test_an_endpoint_that_speaks_otherwise_is_named(
+    kind: str, body: str, tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reply(own: Adder) -> None:
+        own.rfile.read(int(own.headers["Content-Length"]))
+        own.send_response(200)
+        own.send_header("Content-Type", kind)
+        own.send_header("Content-Length", str(len(body)))
+        own.end_headers()
+        own.wfile.write(body.encode())
+
+    monkeypatch.setattr(Adder, "do_POST", reply)
+    with pytest.raises(RunFailed, match=r"^evaluate\.endpoints\.adder: http://127.* answered with ") as failed:
+        evaluate(compose_evaluation(arguments(tmp_path, server, n=1)), Console(file=StringIO()))
+    assert "\n" not in str(failed.value)
+
+
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:
     overrides = arguments(tmp_path, server)
     with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
