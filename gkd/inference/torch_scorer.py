@@ -216,12 +216,23 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _take_prompts(self) -> list[tuple[int, GenerateRequest]]:
-        """Take the prompts that are continued together: all that wait once nothing is to be scored."""
+        """Take the prompts that are continued together, once nothing is to be scored: all that the model takes as long
+        as the longest of them becomes when it has as many tokens as any.
+        """
         prompts = [(key, request) for key, request in self._waiting if isinstance(request, GenerateRequest)]
         if not prompts or len(prompts) < len(self._waiting):
             return []
         self._waiting.clear()
-        return prompts
+        chosen: list[tuple[int, GenerateRequest]] = []
+        longest = most = 0
+        for key, request in prompts:
+            lengths = max(longest, len(request.prompt_ids)), max(most, request.max_tokens)
+            if chosen and sum(lengths) > self.limits.max_length:
+                self._waiting.append((key, request))
+            else:
+                chosen.append((key, request))
+                longest, most = lengths
+        return chosen
 
     def _continue(self, chosen: list[tuple[int, GenerateRequest]]) -> Iterator[tuple[int, Int32]]:
         """Decode greedily, prompts padded on the left."""

@@ -159,6 +159,15 @@ def test_prompts_are_continued_greedily(family: str, tmp_path: Path) -> None:
         check(request, target, model)
 
 
+def test_prompts_that_fit_one_by_one_are_not_continued_past_the_positions_together(tmp_path: Path) -> None:
+    """A long prompt with few tokens to come beside a short one with many: learned positions end at 128."""
+    model = make("gpt2", 0)
+    model.save_pretrained(tmp_path)
+    prompts = [GenerateRequest(a_request(n, 1, 0, seed=n).token_ids[:n], 128 - n) for n in (100, 8, 101, 9)]
+    for prompt, answer in zip(prompts, run(TorchScorer(spec_of(tmp_path)), prompts), strict=True):
+        assert answer.tolist() == greedy(model, prompt.prompt_ids, prompt.max_tokens)
+
+
 def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> None:
     server, stop = ScoringServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
