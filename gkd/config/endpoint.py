@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -21,7 +22,7 @@ class OpenAIEndpoint(Settings):
 
     @model_validator(mode="after")
     def _endpoint_is_named(self) -> Self:
-        if not self.url.startswith(("http://", "https://")) or not self.model:
+        if not _is_url(self.url) or not self.model:
             raise ValueError("url, such as http://HOST:8000/v1, and model are needed")
         return self
 
@@ -33,3 +34,12 @@ class OpenAIEndpoint(Settings):
             "timeout": self.timeout_s,
             "max_retries": self.retries,
         }
+
+
+def _is_url(url: str) -> bool:
+    """Return whether ``url`` names a host, and a port that there can be or none."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half of an IPv6 address, a port that is none
+        return False

@@ -140,5 +140,8 @@ def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: T
     overrides = arguments(tmp_path, server)
     with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
         compose_evaluation(overrides[1:])
+    for url in ("ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999/v1", "http://a:b/v1"):
+        with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
+            compose_evaluation([*overrides, f"evaluate.endpoints.adder.url='{url}'"])
     with pytest.raises(ConfigError, match=r"models\.adder and evaluate\.endpoints\.adder"):
         compose_evaluation([*overrides, "models.adder=DIR"])
