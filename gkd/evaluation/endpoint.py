@@ -94,10 +94,11 @@ class EndpointReplies:
             raise RunFailed(f"{name} answered with what is no JSON: {one_line(error)}") from None
         try:
             choice, n_tokens = answer.choices[0], 0 if answer.usage is None else int(answer.usage.completion_tokens)
-            return Reply(choice.message.content or "", n_tokens, choice.finish_reason == "length")
+            text, is_cut = choice.message.content or "", choice.finish_reason == "length"
         except (AttributeError, IndexError, TypeError):
             text = one_line(repr(answer))[:200]
             raise RunFailed(f"{name} answered with what is no chat completion: {text}") from None
+        return Reply(text if is_cut else _close_tag(text, sampling.stop), n_tokens, is_cut)
 
     async def work(self) -> None:
         """Hold the connection until this is cancelled."""
@@ -108,6 +109,14 @@ class EndpointReplies:
         async with client:
             self._client.set_result(client)
             await asyncio.Event().wait()
+
+
+def _close_tag(text: str, stops: Sequence[str]) -> str:
+    """Return a reply with the closing tag that ended it, as engines here have it; endpoints leave it out."""
+    for stop in stops:
+        if stop.startswith("</") and text.count(f"<{stop[2:]}") > text.count(stop):
+            return text + stop
+    return text
 
 
 def _extra_parameters(sampling: Sampling) -> dict[str, Any]:

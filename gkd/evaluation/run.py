@@ -29,7 +29,7 @@ from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import Results
-from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question, without_stop
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.version import __version__
 
@@ -206,7 +206,8 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         rewards = rate(functions, rated)
     of_question: dict[str, list[SampledAnswer]] = {question.key: [] for question in questions.questions}
     for job, own, rating in zip(jobs, answers, rewards, strict=True):
-        sampled = SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
+        text = without_stop(own.text, sampling.stop)
+        sampled = SampledAnswer(text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
         of_question[job.question.key].append(sampled)
     values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
     seconds = sum(own.seconds for own in answers)

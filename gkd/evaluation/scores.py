@@ -20,7 +20,10 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """One answer to a question as scores need it. ``rewards``: by name, those of the set that did not fail."""
+    """One answer to a question as scores need it.
+
+    ``text`` is :func:`without_stop`. ``rewards``: by name, those of the set that did not fail.
+    """
 
     text: str
     n_tokens: int
@@ -33,6 +36,18 @@ class SampledAnswer:
 def accuracy(response: str, prompt: Prompt) -> float:
     """Return 1.0 for a response that gives one of the prompt's answers, else 0.0: here and in a run's validation."""
     return any_agreement(response, prompt.answers)
+
+
+def without_stop(text: str, stops: Sequence[str]) -> str:
+    """Return an answer without the text that ended it, which is no part of it unless it closes a tag (``</answer>``).
+
+    Engines leave that text at the end, where a last line or number would be read, and endpoints do not.
+    """
+    places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not places:
+        return text
+    place, stop = min(places)
+    return text[: place + len(stop)] if stop.startswith("</") else text[:place]
 
 
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:

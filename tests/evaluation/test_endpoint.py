@@ -23,6 +23,7 @@ class Adder(BaseHTTPRequestHandler):
 
     requests: list[dict[str, Any]]
     broken = False
+    form = "{}"
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -31,7 +32,8 @@ class Adder(BaseHTTPRequestHandler):
             self.send_error(400, "no")
             return
         text = str(sum(int(word) for word in request["messages"][-1]["content"].split() if word.isdigit()))
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        message = {"role": "assistant", "content": self.form.format(text)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice]}
         answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
         body = json.dumps(answer).encode()
@@ -99,6 +101,16 @@ def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server
     assert {name: Adder.requests[0][name] for name in sampling} == sampling
     evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))  # other sampling, other answers
     assert len(Adder.requests) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.requests[-1].keys()
+
+
+def test_a_closing_tag_that_an_endpoint_leaves_out_is_part_of_the_answer(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adder, "form", "so <answer>{}")
+    for stop, accuracy in (("['</answer>']", 2 / 3), ("['</x>']", 0.0)):
+        own = f"evaluate.sets.sums.stop={stop}"
+        (result,) = evaluate(compose_evaluation([*arguments(tmp_path, server), own]), Console(file=StringIO()))
+        assert result.scores["accuracy"].value == pytest.approx(accuracy)
 
 
 def test_an_endpoint_that_refuses_is_named(

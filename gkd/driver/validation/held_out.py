@@ -14,7 +14,7 @@ from gkd.config.top_k import top_k_for_validation
 from gkd.driver.inputs.find import Inputs
 from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
-from gkd.evaluation.scores import accuracy
+from gkd.evaluation.scores import accuracy, without_stop
 from gkd.inference.requests import GenerateRequest
 from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.engine_group import POLL_EVERY_S
@@ -142,6 +142,6 @@ class Validation:
         return {"val/accuracy": sum(right) / len(right)}
 
     def _rate(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
-        return [
-            accuracy(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True), prompt) for prompt, ids in answers
-        ]
+        texts = [self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for _, ids in answers]
+        stops = self.config.rollout.stop
+        return [accuracy(without_stop(text, stops), prompt) for text, (prompt, _) in zip(texts, answers, strict=True)]

@@ -11,7 +11,7 @@ from gkd.evaluation.answering import seed_in_set
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
-from gkd.evaluation.scores import SampledAnswer, means, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, means, scores_of_question, without_stop
 from gkd.rollout.group import RolloutGroup
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
 
@@ -65,7 +65,8 @@ class ValSets:
 
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples
-        length = sampling_of(self.config.rollout, settings).max_tokens
+        sampling = sampling_of(self.config.rollout, settings)
+        length, stops = sampling.max_tokens, sampling.stop
         jobs = _jobs(questions)
         fetched = self.rollout.fetch(samples)
         answers = [self._answer_of(sample) for sample in fetched]
@@ -78,8 +79,8 @@ class ValSets:
             ]
             rewards = rate(functions, rated)
         sampled = [
-            SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, answer_rewards)
-            for own, answer_rewards in zip(answers, rewards, strict=True)
+            SampledAnswer(without_stop(own.text, stops), own.n_tokens, own.truncated, own.cost, own.iterations, given)
+            for own, given in zip(answers, rewards, strict=True)
         ]
         values = [
             scores_of_question(question, settings, sampled[place * n : (place + 1) * n])

@@ -92,6 +92,17 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
     assert [r.seed for r in engines.requests[6:]] == first  # the same at every validation
 
 
+def test_the_text_that_ends_answers_is_no_part_of_them(tmp_path: Path) -> None:
+    sets, _ = make(tmp_path, usual={"max_response_length": 4}, ended={"max_response_length": 4, "stop": ["c"]})
+    sets.rollout.fetch = lambda requests: [  # type: ignore[method-assign]
+        ScoredSample(Sample.single_turn(r, np.array([WORDS.index(w) for w in "bc"]), np.zeros(2), 0, "stop"))
+        for r in requests
+    ]
+    metrics = sets.run(sets.due_sets(0))
+    assert metrics["val/usual/accuracy"] == 0.0  # "b c"
+    assert metrics["val/ended/accuracy"] == pytest.approx(1 / 3)  # "b"
+
+
 def test_one_greedy_answer_is_the_default(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, usual={})
     assert sets.run(sets.due_sets(0))["val/usual/accuracy"] == pytest.approx(1 / 3)
