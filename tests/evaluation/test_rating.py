@@ -26,7 +26,7 @@ HERE = "tests.rewards.functions:"
 def with_rewards(tmp_path: Path, rewards: list[str], answer_key: str | None = "answer", **reward: Any) -> Config:
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
-    own = {"files": [str(file)], "answer_key": answer_key, "rewards": rewards}
+    own = {"files": [str(file)], "answer_key": answer_key, "rewards": rewards, "every": 25}
     return load(
         {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "data": {"val_sets": {"own": own}}, "reward": reward}
     )
@@ -51,7 +51,7 @@ def test_a_reward_of_a_set_alone_has_its_settings_in_the_section_of_rewards(tmp_
 
 
 def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its settings of rewards, and from another directory."""
+    """With its settings of rewards, and from another directory; not as often, as an evaluation has no steps."""
     (tmp_path / "mine.py").write_text("def own(completion, factor=1.0):\n    return factor\n")
     monkeypatch.chdir(tmp_path)
     config = with_rewards(tmp_path, ["mine.py:own", "format"], own={"factor": 0.5}, functions=["length"], timeout_s=3.0)
@@ -61,6 +61,7 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
     settings = run_models.settings_of(config, RunModels("base", ()), tmp_path, True)
     again = compose_evaluation(overrides_of({"models.student": "m", **settings}))
     assert again.evaluate.sets["own"].rewards == [f"{tmp_path}/mine.py:own", "format"]
+    assert again.evaluate.sets["own"].every is None
     kept = again.reward.model_dump()
     assert (kept["own"], kept["timeout_s"], kept["functions"]) == ({"factor": 0.5}, 3.0, [])
 

@@ -134,7 +134,7 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
         sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
         for name, val_set in data.val_sets.items():
-            sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"val_every"})
+            sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"every"})
         others = ("functions", "weights", "set_functions")
         reward = config.reward.with_functions(config.reward.set_functions)
         reward = {name: value for name, value in reward.items() if name not in others}
