@@ -16,6 +16,9 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
 _FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arctan"}
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\*?\}|\\[a-zA-Z]+")
+_OPERATOR = re.compile(r"[\d\\^+*/=<>]|(?<![a-zA-Z])[a-zA-Z]?\s*-\s*[a-zA-Z](?![a-zA-Z])")  # p - q, and not so-so
+_SPACING = re.compile(r"(?P<row>\\\\)|\\[,!;: ]|\\q?quad\b|~|\xa0")
 _WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
 _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
@@ -24,7 +27,7 @@ def strip_markup(text: str) -> str:
     """Return ``text`` without what surrounds an answer: Markdown, LaTeX's delimiters and spacing, a full stop."""
     text = re.sub(r"(?<=[0-9])(?:,\\!|\{,\})(?=[0-9])", ",", text)
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
-    text = re.sub(r"\\[,!;: ]|\\q?quad\b|~|\xa0", " ", text).replace("\N{MINUS SIGN}", "-")
+    text = _SPACING.sub(lambda match: match["row"] or " ", text).replace("\N{MINUS SIGN}", "-")
     text = " ".join(re.sub(r"\\(?:left|right|displaystyle)\b", "", text).split())
     while True:
         before = text
@@ -122,8 +125,8 @@ def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: l
 def is_formula(text: str) -> bool:
     """Return whether math-verify may compare it: no prose, and no numbers side by side, which it would add."""
     text = _TEXT.sub(" ", text)
-    words = [word for word in _WORD.findall(re.sub(r"\\[a-zA-Z]+", " ", text)) if word.lower() not in _FUNCTIONS]
-    return not words and bool(re.search(r"[\d\\^+*/=<>]", text)) and not re.search(r"\d\s+[\d.]", text)
+    words = [word for word in _WORD.findall(_COMMAND.sub(" ", text)) if word.lower() not in _FUNCTIONS]
+    return not words and bool(_OPERATOR.search(text)) and not re.search(r"\d\s+[\d.]", text)
 
 
 def _is_same_formula(own: str, reference: str) -> bool:
