@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gkd.algorithms.training_samples import describe_failures
 from gkd.config import Config, Reward
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, describe_error
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions
 from gkd.rewards.completion import Completion
@@ -96,8 +96,9 @@ def _evaluate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, 
 def _result(reward: Future[Timed], question: Question) -> float | str:
     try:
         return reward.result()[0]
-    except RewardError as error:
-        return f"question {question.prompt.id + 1}: {error}"
+    except Exception as error:  # also of a row that cannot be sent to the process
+        why = str(error) if isinstance(error, RewardError) else describe_error(error)
+        return f"question {question.prompt.id + 1}: {why}"
 
 
 def _completion(own: RatedAnswer) -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,5 +36,9 @@ def test_a_reward_that_fails_on_an_answer_costs_that_answer_alone(
     values = [scores_of_question(question, questions.settings, part) for part in (sampled[:2], sampled[2:3])]
     assert [own.get("reward/raises") for own in values] == [1.0, None]
     assert means(values)["reward/raises"].value == 1.0 and means(values)["reward/words"].value == 2.0
+    caplog.clear()
+    unsent = replace(rated[1], question=replace(question, row={"column": lambda: None}))
+    assert [len(own) for own in rate(settings, [unsent, rated[1], rated[3]])] == [0, 2, 2]
+    assert contains_in_order(caplog.text, "words", "1 of 3 samples", "question 1: ")
     with pytest.raises(RunFailed, match=r"raises .*3 of 5 .*max_failed_share"):
         rate(settings, [rated[0], *rated])
