@@ -119,6 +119,16 @@ class Reward(OpenSections):
                 self._of_groups.append(name)
         return self
 
+    @model_validator(mode="after")
+    def _functions_have_their_time(self) -> Reward:
+        for name in self.selected_names():
+            setting = getattr(REWARDS.load(name), "ends_within", "")
+            if setting and (own := getattr(self.settings_of(name), setting)) >= self.timeout_s:
+                raise ValueError(
+                    f"{shorten_name(name)}.{setting}={own:g} has to be below reward.timeout_s={self.timeout_s:g}"
+                )
+        return self
+
     def selected_names(self) -> list[str]:
         """Return every function that has its settings here."""
         return list(dict.fromkeys([*self.functions, *self.set_functions]))

@@ -42,6 +42,7 @@ class Code(RewardFunction):
         network: bool = Field(False, description="true: programs may use the network, where it cannot be taken away")
 
     needs_columns: ClassVar[bool] = True
+    ends_within: ClassVar[str] = "timeout_s"
     config: Config
 
     def __init__(self, config: Config) -> None:

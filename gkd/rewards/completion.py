@@ -51,7 +51,8 @@ class RewardFunction:
     ``needs_answer``: it compares with the reference answer, so the data must have one (``data.answer_key``).
     ``needs_columns``: it looks at ``completion.columns``.
     ``group``: the group of workers whose model gives the reward, in place of a call. ``advice_when_slow``: what to
-    change where its mean time is longer than its setting ``slow_s``.
+    change where its mean time is longer than its setting ``slow_s``. ``ends_within``: its setting of the time
+    after which it gives a reward by itself, which has to be below ``reward.timeout_s``, past which there is none.
 
     One that rates samples beside each other calls its parameter ``group``: it is given a list of all samples of a
     prompt and returns a list of as many rewards.
@@ -67,6 +68,7 @@ class RewardFunction:
     needs_columns: ClassVar[bool] = False
     group: ClassVar[GroupName | None] = None
     advice_when_slow: ClassVar[str] = ""
+    ends_within: ClassVar[str] = ""
 
     def __init__(self, config: Any) -> None:
         self.config = config

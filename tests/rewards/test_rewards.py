@@ -50,6 +50,15 @@ def test_reasoning_steps() -> None:
     assert value("reasoning_steps", make_completion("1. a\n2) b"), n_steps=4) == 0.5
 
 
+def test_programs_have_less_time_than_their_reward() -> None:
+    """One that hangs would be a sample without a reward, and not one with 0."""
+    assert configured("code", timeout_s=7.0).settings_of("code").timeout_s == 6.0
+    for settings in ({"timeout_s": 5.0}, {"code": {"timeout_s": 10.0}}):
+        with pytest.raises(ConfigError, match=r"^reward\.code\.timeout_s=\d+ .* reward\.timeout_s="):
+            configured("code", **settings)
+    assert configured("format", timeout_s=1.0).timeout_s == 1.0
+
+
 @pytest.mark.parametrize(("n", "right", "wrong"), [(0, 1.0, -1.0), (5, 0.75, -0.75), (10, 0.5, -0.5)])
 def test_cosine_goes_from_its_first_value_to_its_second(n: int, right: float, wrong: float) -> None:
     assert value("cosine", make_completion("#### 4", n=n)) == pytest.approx(right)
