@@ -53,6 +53,10 @@ class RewardPool:
     def _start(self, group: Sequence[Completion], names: Sequence[str]) -> list[dict[str, Future[Timed]]]:
         futures: list[dict[str, Future[Timed]]] = [{name: Future() for name in names} for _ in group]
         with self._changed:
+            if self._closed:  # nobody takes it any more
+                for future in [future for own in futures for future in own.values()]:
+                    future.set_exception(RewardError("CancelledError: the rewards are no longer computed"))
+                return futures
             self._waiting.extend((name, group, [own[name] for own in futures]) for name in names)
             self._changed.notify_all()
         return futures

@@ -68,6 +68,7 @@ def test_what_waits_for_a_pool_that_is_closed_fails() -> None:
     pool = RewardPool(Reward(functions=[name], timeout_s=600.0, workers=1))
     futures = [pool.submit(make_completion("a", n=1))[name] for _ in range(3)]
     pool.close()
+    futures.append(pool.submit(make_completion("a", n=1))[name])
     assert all("Error" in str(future.exception(30)) for future in futures)
 
 
