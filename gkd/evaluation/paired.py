@@ -20,6 +20,8 @@ FLIPS = 20_000
 FEWEST = 6
 """Questions below which no difference has a p-value under 5 %: 2 / 2 ** 5 is 0.0625."""
 SEED = 0
+ROUNDING = 1e-9
+"""Part of the differences, without their signs, below which a sum of them is none."""
 Z_POWER = 1.959963984540054 + 0.8416212335729143
 """Sum of the normal quantiles of a two-sided level of 5 % and a power of 80 %."""
 
@@ -56,7 +58,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     if not len(values):
         return 1.0
     observed = abs(float(values.sum()))
-    least = observed - 1e-9 * float(np.abs(values).sum())  # sums in another order are other sums
+    least = observed - ROUNDING * float(np.abs(values).sum())  # sums in another order are other sums
     if len(values) <= EXACT:
         codes = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
         return float(np.mean(np.abs((2.0 * codes - 1.0) @ values) >= least))
@@ -74,7 +76,8 @@ def count_needed_questions(differences: Sequence[float]) -> int | None:
     they were measured.
     """
     mean = math.fsum(differences) / len(differences)
-    if mean == 0.0 or len(differences) < 2:
+    rounding = ROUNDING * math.fsum(map(abs, differences)) / len(differences)  # 1 - 2/3 - 1/3 is not 0
+    if abs(mean) <= rounding or len(differences) < 2:
         return None
     deviation = float(np.std(np.asarray(differences, dtype=np.float64), ddof=1))
     return max(FEWEST, math.ceil((Z_POWER * deviation / mean) ** 2))

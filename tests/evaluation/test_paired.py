@@ -72,3 +72,9 @@ def test_holm() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_rounding_is_no_difference_that_more_questions_would_show() -> None:
+    """As of shares of three samples."""
+    paired = compare_paired([2 / 3, 1 / 3, 0.0], [1.0, 0.0, 0.0])
+    assert paired.difference.value != 0.0 and (paired.p, paired.needed) == (1.0, None)
