@@ -79,7 +79,7 @@ def _names_a_run(override: str) -> bool:
 
 
 def _compose_for_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
-    from gkd.config import user_path
+    from gkd.config import escape, user_path
     from gkd.config.compose import compose
     from gkd.config.overrides import overrides_of
     from gkd.driver.checkpoints.run_models import models_of_run, settings_of
@@ -90,7 +90,7 @@ def _compose_for_run(named: str, overrides: Sequence[str]) -> tuple[Config, tupl
     config = compose([str(run / "config.yaml")])
     models = models_of_run(run, config)
     with_sets = not any(override.lstrip("+").startswith(("sets=", "evaluate.sets")) for override in overrides)
-    own = overrides_of(settings_of(config, models, run, with_sets))
+    own = overrides_of(escape(settings_of(config, models, run, with_sets)))
     return compose_evaluation([*own, *overrides]), models.further
 
 

@@ -42,10 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.cluster.session.shutdown import exit_on_signals
 
     exit_on_signals()
-    from omegaconf import OmegaConf
-
     from gkd.config import hint, settings
     from gkd.config.compose import compose
+    from gkd.config.loading import dump_yaml
 
     if unknown:
         suggestion = hint(unknown[0].partition("=")[0], settings())
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         show(options.overrides)
         return 0
     if options.config:
-        print(OmegaConf.to_yaml(OmegaConf.create(compose(options.overrides).model_dump())), end="")
+        print(dump_yaml(compose(options.overrides)), end="")
         return 0
     if options.multirun:
         from gkd.cli.sweep import sweep

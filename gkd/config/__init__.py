@@ -7,7 +7,7 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 from __future__ import annotations
 
 from gkd.config.actor import Actor, Lora
-from gkd.config.base import GROUP_OF, Engine, Pool, Settings, parse_gpus, quote, user_path
+from gkd.config.base import GROUP_OF, Engine, Pool, Settings, escape, parse_gpus, quote, user_path
 from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import (
@@ -55,6 +55,7 @@ __all__ = [
     "Trainer",
     "Watch",
     "Weights",
+    "escape",
     "hint",
     "load",
     "parse_gpus",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -24,6 +24,17 @@ def quote(text: str) -> str:
     Within them a backslash stands for itself, but before a quote, and where it is the last character.
     """
     return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
+
+
+def escape(value: Any) -> Any:
+    """Return a value, or a tree of such, whose texts stand for themselves: ``${`` begins no interpolation in them."""
+    if isinstance(value, Mapping):
+        return {name: escape(below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [escape(below) for below in value]
+    if isinstance(value, str | Path):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # backslashes before it are doubled
+    return value
 
 
 def parse_gpus(value: Any) -> list[int] | None:

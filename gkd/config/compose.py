@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, settings, suggest
-from gkd.config.base import GROUP_OF, user_path
+from gkd.config.base import GROUP_OF, escape, user_path
 from gkd.config.data import TASKS
 from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, open_sections, plain_name, read_yaml
 from gkd.config.open import OpenSections
@@ -107,7 +107,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
         if choice not in (None, "none", *choices[group]):
             choices_text = f"{suggest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
             raise ConfigError(f"{file}: {group}={choice}: no such choice{choices_text}")
-    return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, values
+    return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, escape(values)
 
 
 def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from gkd.config.base import Settings, sections_below
+from gkd.config.base import Settings, escape, sections_below
 from gkd.config.checks import require_together
 from gkd.config.doubts import rates
 from gkd.config.hints import hint
@@ -41,6 +41,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no configuration: names and values are expected")
     return {str(name): value for name, value in content.items()}
+
+
+def dump_yaml(config: Config) -> str:
+    """Return a configuration as a file holds it, of which :func:`read_yaml` gives the same values."""
+    return str(OmegaConf.to_yaml(OmegaConf.create(escape(config.model_dump()))))
 
 
 @cache

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from gkd.cluster.health.queues import QueueFile
@@ -19,6 +18,7 @@ from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, pl
 from gkd.config import Config, Engine
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
+from gkd.config.loading import dump_yaml
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
@@ -155,8 +155,7 @@ def _print_pace(config: Config, output: Path, log: RunLog, requested: Engine, on
 
 
 def _write(config: Config, output: Path) -> None:
-    text = OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
-    replace(output / CONFIG, f"# gkd {__version__}\n{text}".encode())
+    replace(output / CONFIG, f"# gkd {__version__}\n{dump_yaml(config)}".encode())
 
 
 def _find_first_step(saved: SavedCheckpoint | None) -> int:

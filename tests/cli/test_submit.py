@@ -77,7 +77,7 @@ def test_a_directory_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
-    odd = tmp_path / "it's, a [place]"
+    odd = tmp_path / "it's, a [place] ${here}"
     (odd / "student").mkdir(parents=True)
     (odd / "train.jsonl").write_text("")
     overrides = ["+recipe=on_policy_distill", "model.path=student", "teacher.model.path=Org/Name-7B"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
-from gkd.config import Config, parse_gpus, settings
+from gkd.config import Config, escape, load, parse_gpus, settings
 from gkd.config.compose import compose, groups
+from gkd.config.loading import dump_yaml, read_yaml
+from gkd.driver.run import _write
 from gkd.errors import ConfigError
+from gkd.observability.run_files import RunFiles
 from tests.messages import NODE, OWN, entries, names_what_is_wrong, refusal
 
 OWN_MODELS = ["model.path=/x", "data.train_files=[a]", "data.val_files=[b]"]
@@ -62,12 +65,31 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
     """A run's config.yaml says everything, and overrides come on top of it."""
     first = compose([f"+recipe={recipe}", "trainer.gpus=0-1", "actor.lr=0.5"])
     file = tmp_path / "config.yaml"
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(first.model_dump())))
+    file.write_text(dump_yaml(first))
     assert compose([str(file)]) == first
     assert compose([str(file), "actor.lr=0.25"]) == first.model_copy(
         update={"actor": first.actor.model_copy(update={"lr": 0.25})}
     )
     assert compose([str(file), "placement=cpu", "trainer.gpus=null"]).cluster.simulate_gpus == 3
+
+
+@given(st.text("\\$\\${}:'\"a, \n", min_size=1, max_size=12))
+def test_a_text_with_a_literal_interpolation_is_read_again_as_it_is(text: str) -> None:
+    config = load({"data": {"prompt_key": text, "chat_template_kwargs": {"a": [text]}}, "rollout": {"stop": [text]}})
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        assert read_yaml(file.name) == config.model_dump()
+        assert compose([file.name]) == config
+
+
+@pytest.mark.parametrize("text", ["a ${b", "${trainer.seed}", r"C:\${x}", "${"])
+def test_an_escaped_interpolation_is_the_text(text: str, tmp_path: Path) -> None:
+    config = compose([f"trainer.output_dir='{escape(text)}'"])
+    assert config.trainer.output_dir == text
+    _write(config, tmp_path)
+    assert compose([str(tmp_path / "config.yaml")]) == config
+    assert RunFiles(tmp_path).read_config() == config
 
 
 def test_groups_and_settings_take_a_plus_or_none_and_may_name_each_other() -> None:

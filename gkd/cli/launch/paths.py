@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.cli.launch.package import is_packed
-from gkd.config import Config, quote, user_path
+from gkd.config import Config, escape, quote, user_path
 from gkd.config.registry import file_of, shorten_name
 from gkd.errors import ConfigError
 
@@ -91,4 +91,5 @@ def _make_absolute(name: str, value: str, here: Path) -> str:
 
 
 def _override(name: str, value: str | list[str]) -> str:
-    return f"{name}={quote(value) if isinstance(value, str) else '[' + ','.join(map(quote, value)) + ']'}"
+    literal = escape(value)
+    return f"{name}={quote(literal) if isinstance(literal, str) else '[' + ','.join(map(quote, literal)) + ']'}"

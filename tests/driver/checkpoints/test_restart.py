@@ -109,7 +109,7 @@ def test_the_first_failure_is_known_until_a_step_is_trained(tmp_path: Path, monk
     forget_failure_on_step(None)(5, {})
 
 
-@given(st.text(st.sampled_from("ab \\'\",=#{}[]%\u00e4"), min_size=1).map(lambda name: f"/x{name}"))
+@given(st.text(st.sampled_from("ab \\'\",=#${}[]%\u00e4"), min_size=1).map(lambda name: f"/x{name}"))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
     commands: list[list[str]] = []
