@@ -63,11 +63,13 @@ def make(
     Raises ConfigError for what cannot be planned.
     """
     from gkd.planning.advice.report import plan
-    from gkd.planning.layout import Layout, models_of, nodes_of
+    from gkd.planning.layout import Layout, models_of, nodes_of, require_lengths
     from gkd.planning.measured.factors import factors_of
 
     config = _place_here(_compose(overrides), best is not None)
-    layout = Layout(config, models_of(config), _hardware(config, best is not None), nodes_of(config))
+    models = models_of(config)
+    require_lengths(config, models)
+    layout = Layout(config, models, _hardware(config, best is not None), nodes_of(config))
     factors = None
     if run is not None:
         factors = factors_of(run, layout)

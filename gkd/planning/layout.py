@@ -137,6 +137,11 @@ class Models:
         assert shape is not None, f"a group {group} has a model"
         return shape
 
+    def positions(self) -> dict[str, int]:
+        """Return the positions of the models that read prompts with responses, of those that have a limit."""
+        models = {"student": self.student, "teacher": self.teacher, "reference": self.reference}
+        return {name: model.positions for name, model in models.items() if model is not None and model.positions}
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -203,13 +208,14 @@ class Layout:
 
     def workload(self) -> Workload:
         """Return the batch of a step."""
-        config, limits = self.config, [self.models.student.positions]
-        if self.models.teacher is not None:
-            limits.append(self.models.teacher.positions)
+        config = self.config
         longest = config.data.max_prompt_length + config.rollout.max_response_length
-        longest = min([longest, *(limit for limit in limits if limit is not None)])
-        response = config.plan.response_length or config.rollout.max_response_length
-        prompt = config.plan.prompt_length or max(1, longest - config.rollout.max_response_length)
+        longest = min([longest, *self.models.positions().values()])
+        response, prompt = config.rollout.max_response_length, max(1, longest - config.rollout.max_response_length)
+        if config.plan.response_length is not None:  # that of an earlier run may be above these limits
+            response = min(response, config.plan.response_length)
+        if config.plan.prompt_length is not None:
+            prompt = min(prompt, config.plan.prompt_length)
         top_k = required_top_k(config, self.models.student.vocabulary) if config.algorithm.distils else 0
         prompts = config.trainer.batch_size
         return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
@@ -257,6 +263,24 @@ def models_of(config: Config) -> Models:
         scores,
         None if reference is None else read_shape(reference, "reference.model.path"),
     )
+
+
+def require_lengths(config: Config, models: Models) -> None:
+    """Raise ConfigError for mean lengths above their limits, and for texts longer than the positions of a model."""
+    plan, longest, response = config.plan, config.data.max_prompt_length, config.rollout.max_response_length
+    if plan.prompt_length is not None and plan.prompt_length > longest:
+        raise ConfigError(f"plan.prompt_length={plan.prompt_length} is above data.max_prompt_length={longest}")
+    if plan.response_length is not None and plan.response_length > response:
+        raise ConfigError(
+            f"plan.response_length={plan.response_length} is above rollout.max_response_length={response}"
+        )
+    for name, positions in models.positions().items():
+        if response + (plan.prompt_length or 1) > positions:
+            prompt = "a prompt" if plan.prompt_length is None else f"plan.prompt_length={plan.prompt_length}"
+            raise ConfigError(
+                f"rollout.max_response_length={response} leaves no room for {prompt}: the {name} has {positions} "
+                "positions"
+            )
 
 
 def _teacher_shape(config: Config) -> ModelShape | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from transformers import Qwen2Config
 
 from gkd.cli.plan import main
 from gkd.config import settings
@@ -21,6 +22,7 @@ from gkd.planning.layout import find_gpu_type, models_of
 from gkd.planning.measured.factors import _spread
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
+from tests.error_text import contains_in_order
 from tests.planning.layouts import DATA
 
 
@@ -122,6 +124,14 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
             ["+recipe=grpo", "model.size=7b", "--from", "/nowhere"],
             r"--from /nowhere/config.yaml: No such file",
         ),
+        (
+            ["+recipe=grpo", "model.size=7b", "plan.response_length=9999"],
+            r"plan.response_length=9999 .*rollout.max_response_length=\d",
+        ),
+        (
+            ["+recipe=grpo", "model.size=7b", "plan.prompt_length=9999"],
+            r"plan.prompt_length=9999 .*data.max_prompt_length=\d",
+        ),
         (["+recipe=grpo", "model.size=7b", "--best", "1"], r"--best 1: 2 groups need a GPU each"),
         (
             ["+recipe=grpo", "model.size=7b", "plan.gpus_per_node=100000000"],
@@ -138,6 +148,21 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytes
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
+    "own", ["rollout.max_response_length=1024", "rollout.max_response_length=1000 plan.prompt_length=25"]
+)
+def test_lengths_beyond_the_positions_are_refused(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, positions in (("short", 1024), ("long", 4096)):
+        config = Qwen2Config(max_position_embeddings=positions, num_hidden_layers=1, hidden_size=64)
+        config.save_pretrained(tmp_path / name)
+    for student, teacher in (("short", "long"), ("long", "short")):
+        models = [f"model.path={tmp_path / student}", f"teacher.model.path={tmp_path / teacher}"]
+        assert main(["+recipe=on_policy_distill", *models, *own.split()]) == 2
+        named = "student" if student == "short" else "teacher"
+        *_, error = capsys.readouterr().err.splitlines()
+        assert contains_in_order(error, own.split(maxsplit=1)[0], named, 1024)
 
 
 def test_a_run_refuses_a_size_without_a_model() -> None:
