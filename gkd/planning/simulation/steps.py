@@ -59,11 +59,11 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
     chunk = config.actor.max_tokens_per_micro_batch * world / scale.weight if streams(layout) else None
-    n_samples = scale.n_prompts * config.rollout.n
+    n_samples = scale.n_prompts * scale.n
     seen = factors.seen if config.plan.response_length == factors.response else ()
     return SimulatedRun(
         n_prompts=scale.n_prompts,
-        n=config.rollout.n,
+        n=scale.n,
         prompt=workload.prompt,
         mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1, seen)),
         lengths=lambda step: response_lengths(layout, n_samples, step, seen),
@@ -74,7 +74,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
             apply_s=adam,
             sync_s=stages_of(layout).sync * factors.sync,
             chunk_tokens=chunk,
-            unit=config.rollout.n if config.algorithm.policy_weight else 1,
+            unit=scale.n if config.algorithm.policy_weight else 1,
         ),
         max_staleness=staleness,
         in_flight=schedule.in_flight and staleness > 0,
@@ -88,16 +88,17 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Holds how coarse a batch is simulated: ``weight`` samples each is for, ``n_prompts`` that are left."""
+    """Holds how coarse a batch is simulated: ``weight`` samples each is for, ``n_prompts`` of ``n`` that are left."""
 
     n_prompts: int
+    n: int
     weight: float
 
     @classmethod
     def from_layout(cls, layout: Layout) -> _Scale:
-        workload, n = layout.workload(), layout.config.rollout.n
+        workload, n = layout.workload(), min(layout.config.rollout.n, MOST_SAMPLES)
         n_prompts = max(1, min(workload.prompts, MOST_SAMPLES // n))
-        return cls(n_prompts, workload.samples / (n_prompts * n))
+        return cls(n_prompts, n, workload.samples / (n_prompts * n))
 
     def servers(self, n: int) -> tuple[int, float]:
         """Return how many are simulated in place of ``n``, and the samples of each that a simulated one stands for."""

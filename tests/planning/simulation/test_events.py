@@ -16,7 +16,7 @@ from gkd.planning.simulation import steps
 from gkd.planning.simulation.events import simulate
 from gkd.planning.simulation.run import Pace, SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
 from gkd.planning.simulation.stages import Factors
-from gkd.planning.simulation.steps import response_lengths, simulate_layout, streams
+from gkd.planning.simulation.steps import response_lengths, run_of, simulate_layout, streams
 from tests.planning.layouts import layout_of
 
 # Four samples of 10 tokens, one a second, two at a time: 20 s. The teacher takes 3 s each, the update 1 s each.
@@ -190,6 +190,16 @@ def test_a_coarse_batch_takes_as_long_as_a_whole_one(more: tuple[str, ...], monk
     monkeypatch.setattr(steps, "MOST_SAMPLES", 1024)
     monkeypatch.setattr(steps, "MOST_ENGINES", 1024)
     assert coarse == pytest.approx([simulate_layout(layout, staleness).seconds for staleness in (0, 1)], rel=0.1)
+
+
+def test_a_group_of_many_samples_is_simulated_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = layout_of(*LARGE, "trainer.batch_size=2", "rollout.n=2048")
+    run = run_of(many, 0, Factors())
+    assert (run.n_prompts, run.n, len(run.lengths(1))) == (1, 256, 256)
+    assert run_of(layout_of("+recipe=grpo", "rollout.n=2048"), 0, Factors()).updating.unit == 256
+    coarse = simulate_layout(many, 0)
+    monkeypatch.setattr(steps, "MOST_SAMPLES", 4096)
+    assert coarse.seconds == pytest.approx(simulate_layout(many, 0).seconds, rel=0.1)
 
 
 def test_lengths_have_the_mean_and_the_longest_of_a_batch() -> None:
