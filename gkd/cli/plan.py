@@ -87,12 +87,24 @@ def _compose(overrides: Sequence[str]) -> Config:
     """Compose the configuration; data and teacher need not be named where a model of one's own is."""
     from gkd.config.compose import compose
 
-    named = {override.partition("=")[0].lstrip("+") for override in overrides}
+    named = _find_named(overrides)
     if {"model.path", "model.size"} & named:
         overrides = [*(f"{key}={value}" for key, value in STAND_INS.items() if key not in named), *overrides]
         if not {"teacher.model.path", "teacher.model.size", "teacher.server_ip"} & named:
             return _compose_without_teacher(overrides)
     return compose(overrides)
+
+
+def _find_named(overrides: Sequence[str]) -> set[str]:
+    """Return the settings that overrides name, and those that a file among them sets."""
+    from gkd.config.compose import parse_overrides
+    from gkd.config.loading import read_yaml
+    from gkd.config.overrides import flatten
+
+    files = [override for override in overrides if "=" not in override and override.endswith((".yaml", ".yml"))]
+    parsed = parse_overrides([override for override in overrides if override not in files])
+    named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
+    return named | {key for file in files for key, value in flatten(read_yaml(file)).items() if value not in (None, [])}
 
 
 def _compose_without_teacher(overrides: Sequence[str]) -> Config:

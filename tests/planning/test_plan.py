@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
-from gkd.cli.plan import main
+from gkd.cli.plan import _compose, main
 from gkd.config import settings
 from gkd.config.compose import compose
 from gkd.driver.inputs.find import find_inputs
@@ -76,6 +76,23 @@ def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: py
 def _shared(result: dict[str, Any]) -> bool:
     """Whether a group has less than all of its GPU."""
     return any(group["available"] < result["hardware"]["memory"] for group in result["memory"])
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("{recipe: grpo, model: {size: 0.5b}}", []),
+        ("{recipe: on_policy_distill, model: {size: 0.5b}, teacher: {model: {size: 7b}}}", []),
+        ("{recipe: grpo, data: {train_files: [], val_files: [], answer_key: null}}", ["model.size=0.5b"]),
+        ("{recipe: grpo}", ["model={size:0.5b}"]),
+    ],
+)
+def test_a_plan_of_a_file_needs_no_data(text: str, overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    assert planned(tmp_path, str(tmp_path / "mine.yaml"), *overrides)["memory"]
+    (tmp_path / "mine.yaml").write_text("{recipe: grpo, model: {size: 0.5b}, data: {train_files: [a], val_files: [b]}}")
+    config = _compose([str(tmp_path / "mine.yaml")])
+    assert (config.data.train_files, config.data.val_files) == (["a"], ["b"])
 
 
 def test_what_a_run_refuses_is_not_offered(model: str, capsys: pytest.CaptureFixture[str]) -> None:
