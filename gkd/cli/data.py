@@ -26,7 +26,10 @@ def main(arguments: Sequence[str]) -> int:
 
     config, out = compose(options.overrides), console()
     log_to(out)
-    show(preview(config, out.print), config, out, options.rows)
+    seen = preview(config, out.print)
+    show(seen, config, out, options.rows)
+    if seen.error is not None:
+        raise seen.error
     return 0
 
 

@@ -56,3 +56,33 @@ def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureF
     assert "prompted differently" in capsys.readouterr().err
     assert main([*arguments(files, "long.jsonl"), "teacher.chat_template=student"]) == 2
     assert "data.max_prompt_length=10" in capsys.readouterr().err
+
+
+def test_what_can_be_shown_and_not_be_used_ends_with_the_runs_own_refusal(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "longer.jsonl").write_text(json.dumps({"question": "a " * 20, "answer": "b"}) + "\n")
+    assert main([*arguments(files, "longer.jsonl"), "teacher.chat_template=student"]) == 2
+    printed = capsys.readouterr()
+    assert contains_in_order(printed.out, "row 1", "more than 10")
+    assert "data.max_prompt_length=10" in printed.err
+    (files / "unanswered.jsonl").write_text(json.dumps({"question": "a", "answer": " "}) + "\n")
+    supervised = [a for a in arguments(files, "unanswered.jsonl") if "teacher" not in a]
+    supervised[1] = "+recipe=sft"
+    assert main(supervised) == 2
+    printed = capsys.readouterr()
+    assert "row 1" in printed.out and "data.answer_key=answer" in printed.err
+
+
+def test_the_limit_of_validation_is_of_all_files_and_of_prompts_that_fit(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": "a " * n, "answer": "b"} for n in (20, 1, 2)]
+    (files / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    val = f"data.val_files=[{files}/mixed.jsonl,{files}/q.jsonl,{files}/long.jsonl]"
+    shown = [*arguments(files), val, "teacher.chat_template=student"]
+    assert main([*shown, "data.val_limit=3"]) == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    _, mixed, more = text.split("=== data.val_files")
+    assert "2 prompts" in mixed and contains_in_order(more, "1 prompts", "data.val_limit=3")
+    assert f"{files}/long.jsonl" in text and f"{files}/long.jsonl" not in mixed + more

@@ -81,22 +81,14 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers, models["student"])
     longest = max_length(config, models)
-    prompts = _load_prompts(config, {"train": train, "val": val}, scorers, tokenizer, longest, report)
     if config.reward_model.model.path is not None and config.has_reward_model_group:
         scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
     if config.algorithm.needs_teacher:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
-    _require_answers(config, prompts["train"])
-    _require_columns(config, prompts)
+    files = {"train": train, "val": val}
+    prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
     val_sets = _val_sets(config, tokenizer, longest, report)
-    end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
-    own = with_turn_end(models["student"], end)
-    if config.algorithm.learns_answers:
-        limit = config.rollout.max_response_length
-        for name in ("train", "val") if config.algorithm.is_supervised else ("train",):
-            with_answer = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
-            prompts[name] = replace(prompts[name], prompts=with_answer)
     return Inputs(
         student,
         scorers,
@@ -109,6 +101,32 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
         min(model.vocabulary for name, model in models.items() if name != "reference"),
         val_sets,
     )
+
+
+def load_data(
+    config: Config,
+    files: Mapping[str, list[str]],
+    scorers: Mapping[str, str],
+    tokenizer: Any,
+    student: ModelInfo,
+    longest: int,
+    report: Callable[[str], None],
+) -> tuple[dict[str, PromptSet], ModelInfo]:
+    """Load the prompts in ``files``, by train and val, with what is learned from.
+
+    Returns them and the student with the end of turns that they show. Raises ConfigError for what cannot be used.
+    """
+    prompts = _load_prompts(config, files, scorers, tokenizer, longest, report)
+    _require_answers(config, prompts["train"])
+    _require_columns(config, prompts)
+    end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
+    own = with_turn_end(student, end)
+    if config.algorithm.learns_answers:
+        limit = config.rollout.max_response_length
+        for name in ("train", "val") if config.algorithm.is_supervised else ("train",):
+            with_answer = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
+            prompts[name] = replace(prompts[name], prompts=with_answer)
+    return prompts, own
 
 
 def read_models(student: str, scorers: Mapping[str, str], tokenizer: Any) -> dict[str, ModelInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,11 +14,12 @@ from rich.text import Text
 from gkd.config import Config
 from gkd.data.prompts import PromptSet, load_prompts
 from gkd.data.tokenizer import load_tokenizer
-from gkd.driver.inputs.find import find_files, max_length, read_models
+from gkd.driver.inputs.find import find_files, load_data, max_length, read_models
 from gkd.errors import ConfigError
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Int32, Prompt
 
+log = logging.getLogger("gkd")
 FARTHEST = 8
 """Prompts are measured up to so many times the length that they may have."""
 BINS = 12
@@ -31,13 +33,14 @@ Use = Literal["train", "val"]
 class FilePreview:
     """Prompts of one file: those that are short enough and those that are not, in the order of the file.
 
-    ``too_long``: how many further ones have more tokens than are counted.
+    ``too_long``: how many further ones have more tokens than are counted; ``is_cut``: ``data.val_limit`` ends it.
     """
 
     use: Use
     file: str
     prompts: list[Prompt]
     too_long: int
+    is_cut: bool = False
 
     def keep_short(self, longest: int) -> list[Prompt]:
         """Return the prompts that neither student nor teacher sees as longer than ``longest`` tokens."""
@@ -56,12 +59,13 @@ class FilePreview:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A view of a run's data; ``longest``: tokens that a prompt may have."""
+    """A view of a run's data; ``longest``: tokens that a prompt may have. ``error``: why a run would refuse it."""
 
     tokenizer: Any
     longest: int
     files: list[FilePreview]
     has_teacher: bool
+    error: ConfigError | None
 
 
 def longer_view(prompt: Prompt) -> Any:
@@ -70,31 +74,57 @@ def longer_view(prompt: Prompt) -> Any:
 
 
 def preview(config: Config, report: Callable[[str], None]) -> Preview:
-    """Read the data of ``config`` as its run would, also what is too long. Raises ConfigError as the run would."""
+    """Read the data of ``config`` as its run would, also what is too long.
+
+    Raises ConfigError as the run would for what cannot be shown.
+    """
     student, scorers, train, val = find_files(config, report)
     tokenizer = load_tokenizer(student)
-    longest = max_length(config, read_models(student, scorers, tokenizer)) - config.rollout.max_response_length
+    models = read_models(student, scorers, tokenizer)
+    whole = max_length(config, models)
+    longest, left = whole - config.rollout.max_response_length, config.data.val_limit
     files: list[FilePreview] = []
     uses: tuple[tuple[Use, list[str]], ...] = (("train", train), ("val", val))
     for use, names in uses:
         for name in names:
-            read = _read(config, use, name, tokenizer, longest)
+            if use == "val" and left == 0:
+                report(f"data.val_limit={config.data.val_limit}: {name} is not used")
+                continue
+            read, is_cut = _read(config, name, tokenizer, longest), False
+            if use == "val" and left is not None:
+                read, left = _take_first(read, left, longest)
+                is_cut = left == 0
             if config.algorithm.needs_teacher:
                 kwargs = config.data.chat_template_kwargs
                 sets = teacher_prompts(config.teacher, scorers, tokenizer, {use: read}, FARTHEST * longest, kwargs)
                 read = sets[use]
-            files.append(FilePreview(use, name, read.prompts, read.n_too_long))
-    return Preview(tokenizer, longest, files, config.algorithm.needs_teacher)
-
-
-def _read(config: Config, use: Use, file: str, tokenizer: Any, longest: int) -> PromptSet:
-    data = config.data.model_copy(update={"max_prompt_length": FARTHEST * longest})
-    limit = config.data.val_limit if use == "val" else None
+            files.append(FilePreview(use, name, read.prompts, read.n_too_long, is_cut))
+    error = None
     try:
-        return load_prompts([file], data, tokenizer, limit)
+        load_data(config, {"train": train, "val": val}, scorers, tokenizer, models["student"], whole, log.debug)
+    except ConfigError as refused:
+        error = refused
+    return Preview(tokenizer, longest, files, config.algorithm.needs_teacher, error)
+
+
+def _read(config: Config, file: str, tokenizer: Any, longest: int) -> PromptSet:
+    data = config.data.model_copy(update={"max_prompt_length": FARTHEST * longest})
+    try:
+        return load_prompts([file], data, tokenizer)
     except ConfigError:  # where it is of the length alone, it is to name the length that the run has
-        load_prompts([file], data.model_copy(update={"max_prompt_length": longest}), tokenizer, limit)
+        load_prompts([file], data.model_copy(update={"max_prompt_length": longest}), tokenizer)
         raise
+
+
+def _take_first(read: PromptSet, n: int, longest: int) -> tuple[PromptSet, int]:
+    """Return the prompts up to the ``n``-th that is short enough, and how many such ones are left to take."""
+    taken: list[Prompt] = []
+    for prompt in read.prompts:
+        if n == 0:
+            break
+        taken.append(prompt)
+        n -= len(prompt.token_ids) <= longest
+    return PromptSet(taken, read.n_too_long), n
 
 
 def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
@@ -160,7 +190,7 @@ def _show_lengths(file: FilePreview, longest: int, out: Console) -> None:
 def _show_counts(file: FilePreview, longest: int, config: Config, out: Console) -> None:
     kept = file.keep_short(longest)
     n_answers = sum(bool(prompt.answers) for prompt in kept)
-    first = f" (the first {config.data.val_limit}, data.val_limit)" if len(kept) == config.data.val_limit else ""
-    out.print(f"{len(kept):,} prompts are used{first if file.use == 'val' else ''}, {n_answers:,} with an answer")
+    limit = f" (data.val_limit={config.data.val_limit})" if file.is_cut else ""
+    out.print(f"{len(kept):,} prompts are used{limit}, {n_answers:,} with an answer")
     for reason, n in file.count_left_out(longest).items():
         out.print(f"{n:,} are left out: {reason} (data.max_prompt_length={config.data.max_prompt_length})")
