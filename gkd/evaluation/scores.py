@@ -41,13 +41,14 @@ def accuracy(response: str, prompt: Prompt) -> float:
 def without_stop(text: str, stops: Sequence[str]) -> str:
     """Return an answer without the text that ended it, which is no part of it unless it closes a tag (``</answer>``).
 
-    Engines leave that text at the end, where a last line or number would be read, and endpoints do not.
+    Engines leave that text at the end, where a last line or number would be read, and endpoints do not. It stays
+    elsewhere: a strategy may put replies together, of which each has it.
     """
-    places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
-    if not places:
-        return text
-    place, stop = min(places)
-    return text[: place + len(stop)] if stop.startswith("</") else text[:place]
+    for stop in stops:
+        kept, _, rest = text.rpartition(stop)
+        if stop in text and not stop.startswith("</") and not rest.strip():
+            return kept
+    return text
 
 
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,7 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
     assert compose([str(file), "placement=cpu", "trainer.gpus=null"]).cluster.simulate_gpus == 3
 
 
+@hypothesis.settings(max_examples=15)
 @given(st.text("\\$\\${}:'\"a, \n", min_size=1, max_size=12))
 def test_a_text_with_a_literal_interpolation_is_read_again_as_it_is(text: str) -> None:
     config = load({"data": {"prompt_key": text, "chat_template_kwargs": {"a": [text]}}, "rollout": {"stop": [text]}})

@@ -52,9 +52,11 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "stops", "answer"),
     [
-        ("Paris\n\nQuestion: why", ("Question:", "\n\nQ"), "Paris"),
+        ("Paris\n\nQuestion: ", ("Answer:", "\n\nQuestion:"), "Paris"),
+        ("first reply\n\nParis\n\n", ("\n\n",), "first reply\n\nParis"),
+        ("first reply\n\nParis", ("\n\n",), "first reply\n\nParis"),
         ("Paris\n\nQuestion:", (), "Paris\n\nQuestion:"),
-        ("so <answer>Paris</answer>\n", ("</answer>",), "so <answer>Paris</answer>"),
+        ("so <answer>Paris</answer>", ("</answer>",), "so <answer>Paris</answer>"),
         ("Paris", ("Question:",), "Paris"),
     ],
 )
