@@ -8,6 +8,8 @@ from pydantic import Field
 
 from gkd.config.base import Settings
 
+MOST = 1e9  # of GB, TFLOP/s and GB/s: with more, sums leave the range of numbers
+
 
 class Plan(Settings):
     """The GPU a layout is planned for, and how long texts are. Nothing here changes what a run computes."""
@@ -16,15 +18,19 @@ class Plan(Settings):
         None, description="the GPU planned for: h200, h100-80gb, a100-40gb, rtx-4090, ...; null: this machine's, or "
         "h100-80gb where there is none"
     )  # fmt: skip
-    memory_gb: float | None = Field(None, gt=0, description="memory of a GPU, 10^9 bytes; null: that of gpu_type")
-    tflops: float | None = Field(None, gt=0, description="its dense bfloat16 TFLOP/s on paper; null: that of gpu_type")
+    memory_gb: float | None = Field(
+        None, gt=0, le=MOST, description="memory of a GPU, 10^9 bytes; null: that of gpu_type"
+    )
+    tflops: float | None = Field(
+        None, gt=0, le=MOST, description="its dense bfloat16 TFLOP/s on paper; null: that of gpu_type"
+    )
     memory_bandwidth_gb_s: float | None = Field(
-        None, gt=0, description="its memory's bandwidth; null: that of gpu_type"
+        None, gt=0, le=MOST, description="its memory's bandwidth; null: that of gpu_type"
     )
     link_gb_s: float | None = Field(
-        None, gt=0, description="from GPU to GPU of one node, one direction; null: that of gpu_type"
+        None, gt=0, le=MOST, description="from GPU to GPU of one node, one direction; null: that of gpu_type"
     )
-    network_gb_s: float = Field(25.0, gt=0, description="from GPU to GPU of two nodes, one direction")
+    network_gb_s: float = Field(25.0, gt=0, le=MOST, description="from GPU to GPU of two nodes, one direction")
     gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node, for --best, and where nodes is null")
     nodes: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
         None, min_length=1, max_length=8192, description="GPUs of each node there is, for advice; null: as many "

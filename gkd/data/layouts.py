@@ -110,7 +110,7 @@ def _from_sharegpt(row: Row, key: str, turns: list[dict[str, Any]]) -> list[dict
     """Return the messages with role and content that ``turns`` are, the row's system prompt first."""
     messages = []
     for turn in turns:
-        role = SHAREGPT_ROLES.get(turn["from"])
+        role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             roles = ", ".join(SHAREGPT_ROLES)
             raise ConfigError(f"{row.place}: {key!r} has a turn from {turn['from']!r}; known are {roles}")

@@ -334,7 +334,9 @@ def _layers(config: Mapping[str, Any], family: Family, common: list[Weight], n_l
     if not n_experts:
         width = config["intermediate_size"]
         return (Layers(n_layers, (*common, *_mlp(config, family, config["hidden_size"], width)), width),)
-    step, dense_only = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    step, dense_only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not (isinstance(dense_only, list) and all(type(layer) is int for layer in dense_only)):
+        raise ValueError(f"mlp_only_layers is {str(dense_only)[:40]}")
     first = config.get("first_k_dense_replace", 0)
     sparse = sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(n_layers))
     experts = Experts(

@@ -44,6 +44,12 @@ def test_sharegpt() -> None:
         read({"conversations": [{"from": "observation", "value": "x"}]})
 
 
+@pytest.mark.parametrize("speaker", ["narrator", ["human"], None])
+def test_a_turn_from_somebody_unknown_is_refused(speaker: Any) -> None:
+    with pytest.raises(ConfigError, match=r"x line 1: 'conversations' .*from .*human"):
+        read({"conversations": [{"from": speaker, "value": "1 + 1?"}]})
+
+
 def test_the_assistants_last_message_is_the_answer_where_asked() -> None:
     assert read({"messages": TURNS})[1] == ()
     assert read({"messages": TURNS}, answer_key="messages")[1] == ("2",)

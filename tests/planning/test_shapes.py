@@ -129,6 +129,10 @@ WRONG = {
     "less than nothing": (TINY | {"vocab_size": -5}, "vocab_size is -5"),
     "left open": (TINY | {"vocab_size": None}, "has no vocab_size"),
     "a fraction": (TINY | {"hidden_size": 8.5}, "hidden_size is 8.5"),
+    "layers": (
+        {**TINY, "model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": 5},
+        "mlp_only_layers is 5",
+    ),
     "no number": ('{"model_type": "llama", "hidden_size": NaN}', "hidden_size is nan"),
     "beyond any model": (TINY | {"hidden_size": 10**30}, "hidden_size is 1000"),
     "text for a part": ({"text_config": "x"}, "does not describe a model"),
