@@ -137,6 +137,22 @@ def test_a_loss_and_an_advantage_go_with_the_job_as_well(tmp_path: Path, monkeyp
     assert {"algorithm.loss.name='divergence.py:Mine'", "algorithm.advantage.name='own.py:Mine'"} <= set(settled)
 
 
+def test_several_teachers_and_data_sets_are_named_as_in_a_run(tmp_path: Path) -> None:
+    for directory in ("first", "saved"):
+        (tmp_path / directory).mkdir()
+    overrides = ["+recipe=on_policy_distill", "model.path=/m", "teacher.models={v1.5:first,b:Org/Name-7B}"]
+    overrides += [
+        "data.teacher_key=t",
+        "placement=8gpu",
+        "data.train_files=['saved:train',Org/Questions]",
+        "data.val_files='Org/Set:test'",
+    ]
+    job = compose([*overrides, *resolve_paths(compose(overrides), tmp_path, tmp_path / "out")])
+    assert job.teacher.models == {"v1.5": str(tmp_path / "first"), "b": "Org/Name-7B"}
+    assert job.data.train_files == [f"{tmp_path}/saved:train", "Org/Questions"]
+    assert job.data.val_files == ["Org/Set:test"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -9,23 +9,25 @@ from typing import Any
 from gkd.cli.launch.package import is_packed
 from gkd.config import Config, escape, quote, user_path
 from gkd.config.registry import file_of, shorten_name
+from gkd.data.hub import looks_like_a_name
 from gkd.errors import ConfigError
+
+Paths = str | list[str] | dict[str, str]
 
 
 def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
     """Return overrides that make every path of ``config`` absolute, to be put behind the user's own.
 
-    What exists below ``here`` is meant; a model that does not exist may be a name in the local cache. Raises
-    ConfigError for data that does not exist here, and for settings that would take the job away from its cluster.
+    What exists below ``here`` is meant; a model or data set that does not exist may be a name in the cluster's cache.
+    Raises ConfigError for data that is neither, and for settings that would take the job away from its cluster.
     """
     _require_cluster_is_left_alone(config)
     overrides = [_override("trainer.output_dir", str(output))]
     for name, value in _paths(config.model_dump(), ""):
         if name == "trainer.output_dir":
             continue
-        absolute = [_make_absolute(name, item, here) for item in (value if isinstance(value, list) else [value])]
-        if absolute != (value if isinstance(value, list) else [value]):
-            overrides.append(_override(name, absolute if isinstance(value, list) else absolute[0]))
+        if (absolute := _make_all_absolute(name, value, here)) != value:
+            overrides.append(_override(name, absolute))
     for name, value in _own_code(config.model_dump(), ""):
         entries = [_entry(name, entry, here) for entry in (value if isinstance(value, list) else [value])]
         overrides.append(_override(name, entries if isinstance(value, list) else entries[0]))
@@ -65,11 +67,13 @@ def _require_cluster_is_left_alone(config: Config) -> None:
         )
 
 
-def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
+def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Paths]]:
     """Return settings that name files or directories, by what their names end in, and that are given."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if name == "teacher.models":
+            yield name, value
+        elif isinstance(value, Mapping):
             yield from _paths(value, f"{name}.")
         elif (key.endswith(("path", "file", "files", "dir")) and value) or (
             name == "teacher.chat_template" and value not in (None, "own", "student")
@@ -77,19 +81,36 @@ def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | li
             yield name, value
 
 
+def _make_all_absolute(name: str, value: Paths, here: Path) -> Paths:
+    if isinstance(value, str):
+        return _make_absolute(name, value, here)
+    if isinstance(value, list):
+        return [_make_absolute(name, item, here) for item in value]
+    return {key: _make_absolute(name, item, here) for key, item in value.items()}
+
+
 def _make_absolute(name: str, value: str, here: Path) -> str:
     path = here / user_path(value)
     if Path(value).is_absolute() or path.exists():
         return str(path)
     if name.endswith("files"):
+        directory, _, part = value.partition(":")  # SUBSET, SPLIT or both, as gkd.data.reader has it
+        if part and (here / user_path(directory)).is_dir():
+            return f"{here / user_path(directory)}:{part}"
+        if looks_like_a_name(directory):
+            return value
         raise ConfigError(f"{name}={value}: there is no such file below {here}")
-    if name.endswith("path") and not value.startswith("."):
-        return value  # a name in the local cache of models
-    if name.endswith("path"):
+    if name.endswith(("path", "models")) and not value.startswith("."):
+        return value
+    if name.endswith(("path", "models")):
         raise ConfigError(f"{name}={value}: there is no such directory below {here}")
     return str(path)
 
 
-def _override(name: str, value: str | list[str]) -> str:
+def _override(name: str, value: Paths) -> str:
     literal = escape(value)
-    return f"{name}={quote(literal) if isinstance(literal, str) else '[' + ','.join(map(quote, literal)) + ']'}"
+    if isinstance(literal, str):
+        return f"{name}={quote(literal)}"
+    if isinstance(literal, list):
+        return f"{name}=[{','.join(map(quote, literal))}]"
+    return f"{name}={{{','.join(f'{key}:{quote(text)}' for key, text in literal.items())}}}"
