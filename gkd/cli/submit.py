@@ -123,9 +123,9 @@ def _require_recipe(runs: Sequence[JobRun]) -> None:
 def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
     """Return what is to be submitted, checked. Raises ConfigError where one run could not begin."""
     from gkd.cli.sweep import expand
-    from gkd.config import escape, quote
     from gkd.config.cluster import Cluster
     from gkd.config.compose import compose
+    from gkd.config.overrides import literal_override
 
     stamp = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
     if not multirun:
@@ -139,7 +139,7 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
     for number, (run, config) in enumerate(zip(expanded, configs, strict=True), 1):
         further = []
         if config.trainer.run_group is None:
-            further.append(f"trainer.run_group={quote(escape(directory.name))}")
+            further.append(literal_override("trainer.run_group", directory.name))
         named = any(override.startswith("cluster.reserve_timeout_s=") for override in overrides)
         if not named and config.cluster.reserve_timeout_s == Cluster.model_fields["reserve_timeout_s"].default:
             further.append(f"cluster.reserve_timeout_s={WAITS_S}")  # for the GPUs of the others

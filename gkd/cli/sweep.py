@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.compare import show_each_score
-from gkd.config import Config, escape, quote, user_path
+from gkd.config import Config, user_path
 from gkd.config.output_files import METRICS, REPORT
+from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.restart import forget_unsaved
 from gkd.driver.output_dir import make_directory, require_no_run, require_writable
 from gkd.errors import ConfigError
@@ -139,12 +140,12 @@ def _directory(config: Config) -> Path:
 def _run(run: SweptRun, config: Config, directory: Path) -> int:
     """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first."""
     path = directory / run.name
-    further = [f"trainer.output_dir={quote(escape(str(path)))}"]
+    further = [literal_override("trainer.output_dir", path)]
     if config.trainer.resume:  # what an interrupted sweep has not begun, or saved nothing of, has nothing to go on with
         begun = path.is_dir() and (steps_done(path) is not None or not forget_unsaved(path))
         further.append(f"trainer.resume={str(begun).lower()}")
     if config.trainer.run_group is None:
-        further.append(f"trainer.run_group={quote(escape(directory.name))}")
+        further.append(literal_override("trainer.run_group", directory.name))
     with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:
         try:
             return process.wait()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.config.base import quote
+from gkd.config.base import escape, quote
 from gkd.errors import ConfigError
 
 
@@ -16,6 +16,11 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
         f"{'+' if name in ('recipe', 'sets', 'task') else ''}{name}={_text(name, value)}"
         for name, value in flatten(settings).items()
     ]
+
+
+def literal_override(name: str, value: Any) -> str:
+    """Return a setting as an override, whose texts stand for themselves (:func:`gkd.config.escape`)."""
+    return f"{name}={_text(name, escape(value))}"
 
 
 def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gkd.cli.launch.package import is_packed
-from gkd.config import Config, escape, quote, user_path
+from gkd.config import Config, user_path
+from gkd.config.overrides import literal_override
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
 from gkd.errors import ConfigError
@@ -22,15 +23,15 @@ def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
     Raises ConfigError for data that is neither, and for settings that would take the job away from its cluster.
     """
     _require_cluster_is_left_alone(config)
-    overrides = [_override("trainer.output_dir", str(output))]
+    overrides = [literal_override("trainer.output_dir", str(output))]
     for name, value in _paths(config.model_dump(), ""):
         if name == "trainer.output_dir":
             continue
         if (absolute := _make_all_absolute(name, value, here)) != value:
-            overrides.append(_override(name, absolute))
+            overrides.append(literal_override(name, absolute))
     for name, value in _own_code(config.model_dump(), ""):
         entries = [_entry(name, entry, here) for entry in (value if isinstance(value, list) else [value])]
-        overrides.append(_override(name, entries if isinstance(value, list) else entries[0]))
+        overrides.append(literal_override(name, entries if isinstance(value, list) else entries[0]))
     return overrides
 
 
@@ -105,12 +106,3 @@ def _make_absolute(name: str, value: str, here: Path) -> str:
     if name.endswith(("path", "models")):
         raise ConfigError(f"{name}={value}: there is no such directory below {here}")
     return str(path)
-
-
-def _override(name: str, value: Paths) -> str:
-    literal = escape(value)
-    if isinstance(literal, str):
-        return f"{name}={quote(literal)}"
-    if isinstance(literal, list):
-        return f"{name}=[{','.join(map(quote, literal))}]"
-    return f"{name}={{{','.join(f'{key}:{quote(text)}' for key, text in literal.items())}}}"

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from gkd.cluster.workers.failure import WorkerDied
-from gkd.config import Config, escape, quote
+from gkd.config import Config
 from gkd.config.output_files import METRICS, SAMPLES
+from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed, one_line
 from gkd.observability.tracking import OnStep
@@ -65,7 +66,7 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path, failure:
     os.environ[COUNT] = str(number)
     os.environ.setdefault(FIRST_FAILURE, one_line(failure))
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
-    resume = [f"trainer.output_dir={quote(escape(str(output)))}", "trainer.resume=true"]
+    resume = [literal_override("trainer.output_dir", output), "trainer.resume=true"]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with contextlib.suppress(ChildProcessError):  # what ended and was never waited for would stay, as a zombie
