@@ -17,6 +17,7 @@ from tests.vllm.inference.test_engines import N_TOKENS, make, requests, small_sp
 from tests.weights.received import load_in_buckets
 
 BEFORE, LENGTH, QUEUED = 7, 20, 100
+AS_ON_GPUS = "TRITON_INTERPRET" in os.environ  # tests/e2e/gpu/test_interpreted.py
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,14 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     queued = requests(Sampling(LENGTH), 2)
     for key, request in enumerate(queued, QUEUED):
         engine.add(key, request)
+    core = engine.engine.engine_core.engine_core
+    assert len(core.batch_queue or ()) == AS_ON_GPUS
     engine.pause()
+    assert not core.batch_queue
     engine.pause()  # as the first bucket does after a call by itself
     assert not engine.step()
     load_in_buckets(engine, make(tied=False, seed=seed).state_dict().items(), version)
-    waiting = engine.engine.engine_core.engine_core.scheduler.waiting
+    waiting = core.scheduler.waiting
     not_begun = [request for request in waiting if request.status.name == "WAITING"]
     assert len(not_begun) >= len(queued)
     assert {request.cache_salt for request in not_begun} == {str(version) if engine._salted else None}

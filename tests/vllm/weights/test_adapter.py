@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def test_the_engine_samples_from_the_model_with_the_adapter(tmp_path: Path, monk
         assert sum(t.nbytes for t in adapter.values()) > 20_000  # more than one bucket
         load_in_buckets(engine, adapter.items(), version)
         samples = run(engine, sample_requests)
-        assert worst_difference(model, sample_requests, samples) < 1e-4
+        exact = deepcopy(model).double()  # in float32 the model itself is as far from it
+        assert worst_difference(exact, sample_requests, samples) < 2e-4
         assert [sample.token_ids.tolist() for sample in samples] != plain
         assert {span.version for sample in samples for span in sample.versions} == {version}
     assert not list(temporary.iterdir())  # workers are ended without a word
