@@ -21,6 +21,10 @@ class RunFailed(Exception):
     """Something died, timed out or was not what it had to be: states what, where and why. Exit code 1."""
 
 
+class QuestionRefused(RunFailed):
+    """A question that a model behind an endpoint does not take; it may answer others."""
+
+
 class ControlLost(Exception):
     """Ray's control service is gone: the run saves what is whole and ends. Exit code 1.
 

@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gkd.errors import ConfigError, ControlLost, RunFailed, describe_error
+from gkd.errors import ConfigError, ControlLost, QuestionRefused, RunFailed, describe_error
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
+
+MOST_REFUSED = 8
+"""Questions that are refused before any is answered, after which all others are taken to be refused, too."""
 
 
 class ReplySource(Protocol):
@@ -105,15 +108,25 @@ def answer_all(
     """Answer every job with ``strategy`` and hand each answer to ``done`` as it comes.
 
     Raises RunFailed when the source cannot reply any more, or the strategy raises; answers before that are handed over.
+    Questions that the source refuses raise it once all others are answered.
     """
+    refused: list[QuestionRefused] = []
 
     async def run() -> None:
-        waiting, last = iter(jobs), [time.monotonic()]
+        waiting, last, n_answered = iter(jobs), [time.monotonic()], 0
 
         async def work() -> None:
+            nonlocal n_answered
             for job in waiting:
                 generate = CountingGenerate(source, job, sampling, seed)
-                answer = await _answer(strategy, generate, job)
+                try:
+                    answer = await _answer(strategy, generate, job)
+                except QuestionRefused as error:
+                    refused.append(error)
+                    if not n_answered and len(refused) >= MOST_REFUSED:
+                        raise
+                    continue
+                n_answered += 1
                 now = time.monotonic()
                 truncated = generate.is_truncated(answer.text)
                 done(JobAnswer(job, answer, generate.n_tokens, truncated, now - last[0]))
@@ -128,6 +141,10 @@ def answer_all(
         _run_to_end(run())
     except BaseExceptionGroup as failures:
         raise next(_flatten(failures)) from None
+    if len(refused) > 1:
+        raise RunFailed(f"{refused[0]}; {len(refused) - 1} more were refused, and all others have their answers")
+    if refused:
+        raise refused[0]
 
 
 def _run_to_end(work: Coroutine[Any, Any, None]) -> None:

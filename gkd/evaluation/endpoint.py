@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gkd.config.evaluation import Endpoint
-from gkd.errors import RunFailed, one_line
+from gkd.errors import QuestionRefused, RunFailed, describe_error, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.types import Sampling
@@ -70,8 +70,12 @@ class EndpointReplies:
         return self.model.settings.concurrency
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
-        """Ask the endpoint. Raises RunFailed when it does not answer in time, however often it is tried."""
-        from openai import OpenAIError
+        """Ask the endpoint.
+
+        Raises QuestionRefused for a question that it does not take, RunFailed when it does not answer in time, however
+        often it is tried.
+        """
+        from openai import BadRequestError, OpenAIError, UnprocessableEntityError
 
         assert self._client is not None, "work() runs before anything is asked"
         settings, client = self.model.settings, await self._client
@@ -87,6 +91,9 @@ class EndpointReplies:
                 top_p=sampling.top_p,
                 **body,
             )
+        except (BadRequestError, UnprocessableEntityError) as error:
+            number = question.prompt.id + 1
+            raise QuestionRefused(f"{name} refuses question {number}: {one_line(describe_error(error))}") from None
         except OpenAIError as error:
             cause = one_line(error.__cause__ or error)
             raise RunFailed(f"{name} did not answer: {type(error).__name__}: {cause}") from None

@@ -23,12 +23,13 @@ class Adder(BaseHTTPRequestHandler):
 
     requests: list[dict[str, Any]]
     broken = False
+    refuses: str | None = None
     form = "{}"
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(request | {"path": self.path, "key": self.headers["Authorization"]})
-        if self.broken:
+        if self.broken or (self.refuses and self.refuses in request["messages"][-1]["content"]):
             self.send_error(400, "no")
             return
         text = str(sum(int(word) for word in request["messages"][-1]["content"].split() if word.isdigit()))
@@ -119,6 +120,21 @@ def test_an_endpoint_that_refuses_is_named(
     monkeypatch.setattr(Adder, "broken", True)
     with pytest.raises(RunFailed, match=r"evaluate\.endpoints\.adder: http://127.*: BadRequestError: "):
         evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))
+
+
+def test_a_question_that_is_refused_is_named_once_all_others_are_answered(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a filter of contents: what was paid for is kept."""
+    monkeypatch.setattr(Adder, "refuses", "0 + 0")
+    own = [*arguments(tmp_path, server, n=20), "evaluate.endpoints.adder.concurrency=2"]
+    with pytest.raises(RunFailed, match=r"evaluate\.endpoints\.adder: http.* question 1: BadRequestError: "):
+        evaluate(compose_evaluation(own), Console(file=StringIO()))
+    assert len(Adder.requests) == 20
+    monkeypatch.setattr(Adder, "refuses", "2")  # some that were answered, and two others
+    more = arguments(tmp_path, server, n=30)
+    with pytest.raises(RunFailed, match=r"question 2[12]: .*; 1 more "):
+        evaluate(compose_evaluation([*more, "evaluate.sets.sums.limit=22"]), Console(file=StringIO()))
 
 
 @pytest.mark.parametrize(
