@@ -16,7 +16,7 @@ from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
 
 MOST_REFUSED = 8
-"""Questions that are refused before any is answered, after which all others are taken to be refused, too."""
+"""Answers that are refused before there is any, after which all others are taken to be refused, too."""
 
 
 class ReplySource(Protocol):
@@ -141,10 +141,9 @@ def answer_all(
         _run_to_end(run())
     except BaseExceptionGroup as failures:
         raise next(_flatten(failures)) from None
-    if len(refused) > 1:
-        raise RunFailed(f"{refused[0]}; {len(refused) - 1} more were refused, and all others have their answers")
     if refused:
-        raise refused[0]
+        more = f" (and {len(refused) - 1} more answers)" if len(refused) > 1 else ""
+        raise RunFailed(f"{refused[0]}{more}; all other answers are kept")
 
 
 def _run_to_end(work: Coroutine[Any, Any, None]) -> None:

@@ -93,7 +93,7 @@ class EndpointReplies:
             )
         except (BadRequestError, UnprocessableEntityError) as error:
             number = question.prompt.id + 1
-            raise QuestionRefused(f"{name} refuses question {number}: {one_line(describe_error(error))}") from None
+            raise QuestionRefused(f"{name} refuses question {number}: {describe_error(error)}") from None
         except OpenAIError as error:
             cause = one_line(error.__cause__ or error)
             raise RunFailed(f"{name} did not answer: {type(error).__name__}: {cause}") from None

@@ -17,7 +17,12 @@ def test_what_runs_on_gpus_alone_passes_the_same_tests() -> None:
     path = os.pathsep.join([str(INTERPRETER), str(ROOT)])
     command = [sys.executable, "-m", "pytest", "-p", "no:anyio", "-p", "no:hydra_pytest", "-p", "no:xdist", *TESTS]
     done = subprocess.run(
-        list(map(str, command)), check=False, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
+        command,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

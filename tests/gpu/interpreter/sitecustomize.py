@@ -49,8 +49,9 @@ def _complete(interpreter: ModuleType) -> None:
             return convert(argument)
         return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
 
-    def steps(*limits: Any, **_: Any) -> Iterator[Any]:
-        return map(convert, range(*map(int, limits)))
+    def steps(first: Any, second: Any = None, step: Any = 1, **_: Any) -> Iterator[Any]:
+        start, stop = (0, first) if second is None else (first, second)
+        return map(convert, range(int(start), int(stop), int(step)))
 
     def patched(language: ModuleType, scope: Any) -> None:
         patch(language, scope)

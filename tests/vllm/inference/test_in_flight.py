@@ -42,7 +42,8 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     for key, request in enumerate(queued, QUEUED):
         engine.add(key, request)
     core = engine.engine.engine_core.engine_core
-    assert len(core.batch_queue or ()) == AS_ON_GPUS
+    assert core.batch_queue is not None or not AS_ON_GPUS
+    assert core.batch_queue is None or len(core.batch_queue) == 1  # a pass is under way
     engine.pause()
     assert not core.batch_queue
     engine.pause()  # as the first bucket does after a call by itself
