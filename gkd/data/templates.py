@@ -8,7 +8,7 @@ from typing import Any
 
 from gkd.config import Data
 from gkd.config.data import PLACE
-from gkd.data.layouts import messages_to_answer, prompt_of
+from gkd.data.layouts import is_message, messages_to_answer, prompt_of
 from gkd.data.row import Row, is_missing
 from gkd.errors import ConfigError, one_line
 
@@ -23,7 +23,9 @@ def question_of(row: Row, key: str, data: Data) -> Any:
     value = prompt_of(row, key) if data.prompt_template is None else _fill(row, data.prompt_template)
     if isinstance(value, str) and data.uses_chat_format:
         value = [{"role": "user", "content": value}]
-    if data.system_prompt is not None and isinstance(value, list) and value and value[0].get("role") != "system":
+    if data.system_prompt is None or not isinstance(value, list) or not value or not all(map(is_message, value)):
+        return value  # what is neither text nor messages is refused as that
+    if value[0]["role"] != "system":
         value = [{"role": "system", "content": data.system_prompt}, *value]
     return value
 

@@ -37,6 +37,11 @@ def test_a_system_prompt_is_for_messages_without_one() -> None:
         assert question(Row({"question": messages}, "x"), system_prompt="Be brief.") == expected
 
 
+def test_a_system_prompt_leaves_a_list_that_holds_no_messages_to_its_refusal() -> None:
+    for value in (["1 + 1?"], [{"content": "1 + 1?"}], [["a"]]):
+        assert question(Row({"question": value}, "x line 1"), system_prompt="Be brief.") == value
+
+
 def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
     template = "{question} {choices.1} {meta.level} \\boxed{} {{answer}} {1}"
     assert question(prompt_template=template, answer_key="answer") == "1 + 1? 2 3 \\boxed{} {answer} {1}"
