@@ -54,11 +54,13 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
     """Return the reference answers of a row, any of which is right; none where it has none.
 
     They are in ``data.answer_key``: text, a number, a list of these, or messages, of which the assistant's last is the
-    answer. Without that setting they are where verl has them. Raises ConfigError for a missing column and for values
-    that are no answer.
+    answer. Without that setting they are where verl has them, unless a mapping is there, which is for a reward of
+    verl's kind. Raises ConfigError for a missing column and for values that are no answer.
     """
     key = data.answer_key
     value = row.find(VERL_ANSWER) if key is None else row.get(key, "data.answer_key")
+    if key is None and any(isinstance(part, dict) for part in (value if isinstance(value, list) else [value])):
+        return ()
     key = key or VERL_ANSWER
     if _is_sharegpt(value):
         value = _from_sharegpt(row, key, value)

@@ -35,6 +35,14 @@ def test_verl() -> None:
     assert read(VERL, answer_key="extra_info.split")[1] == ("train",)
 
 
+@pytest.mark.parametrize("truth", [{"target": 98, "numbers": [44, 19, 35]}, [{"target": ["Paris"]}]])
+def test_a_ground_truth_that_only_verls_own_reward_understands_is_no_answer(truth: Any) -> None:
+    row = {**VERL, "reward_model": {"style": "rule", "ground_truth": truth}}
+    assert read(row) == (VERL["prompt"], ())
+    with pytest.raises(ConfigError, match=r"'reward_model.ground_truth' .*dict"):
+        read(row, answer_key="reward_model.ground_truth")
+
+
 def test_sharegpt() -> None:
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}
     messages = [system, user, {"role": "assistant", "content": "2"}]
