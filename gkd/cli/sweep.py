@@ -96,10 +96,11 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
     from hydra.core.override_parser.types import Glob
 
     from gkd.config.compose import parse_overrides
+    from gkd.config.loading import names_file
 
     choices: list[list[tuple[str, str]]] = []  # of each override: what a run is named for it, and what it is written as
     for override in overrides:
-        (parsed,) = parse_overrides([override]) if "=" in override else (None,)
+        (parsed,) = parse_overrides([override]) if "=" in override and not names_file(override) else (None,)
         if parsed is None or not parsed.is_sweep_override():
             choices.append([("", override)])
             continue

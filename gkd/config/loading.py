@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -14,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from gkd.config.base import Settings, escape, sections_below
+from gkd.config.base import Settings, escape, sections_below, user_path
 from gkd.config.checks import require_together
 from gkd.config.doubts import rates
 from gkd.config.hints import hint
@@ -41,6 +42,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no configuration: names and values are expected")
     return {str(name): value for name, value in content.items()}
+
+
+def names_file(argument: str) -> bool:
+    """Return whether an argument among overrides is a file of settings; directories of sweeps have ``=`` in them."""
+    if not argument.endswith((".yaml", ".yml")):
+        return False
+    return "=" not in argument or os.path.isfile(user_path(argument))  # noqa: PTH113 - it takes any text
 
 
 def dump_yaml(config: Config) -> str:

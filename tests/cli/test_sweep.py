@@ -23,12 +23,18 @@ OWN = ["+recipe=grpo", "model.path=/nowhere", "data.val_files=[a.jsonl]", "rewar
 RATER = "reward_model.model.path=/nowhere"
 
 
-def test_a_run_for_each_combination() -> None:
+def test_a_run_for_each_combination(tmp_path: Path) -> None:
     runs = list(expand(["+recipe=grpo,gspo", "actor.lr=1e-5,1e-4", "data.train_files=['a,b']", "rollout.n=4"]))
     assert [run.name for run in runs] == [
         f"recipe={recipe},actor.lr={lr}" for recipe in ("grpo", "gspo") for lr in ("1e-05", "0.0001")
     ]
     assert runs[3].overrides == ("+recipe=gspo", "actor.lr=0.0001", "data.train_files=['a,b']", "rollout.n=4")
+    file = tmp_path / "actor.lr=1,trainer.seed=0" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text("recipe: grpo\n")
+    assert [run.overrides for run in expand([str(file), "actor.lr=1,2"])] == [
+        (str(file), f"actor.lr={lr}") for lr in (1, 2)
+    ]
     (one, other) = expand(["model.path='/m/a b','/m/c'"])
     assert one == SweptRun("model.path=__m_a_b_", ("model.path='/m/a b'",)) and other.name == "model.path=__m_c_"
 

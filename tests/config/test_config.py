@@ -74,6 +74,16 @@ def test_a_configuration_that_was_written_is_one_that_can_be_run(recipe: str, tm
     assert compose([str(file), "placement=cpu", "trainer.gpus=null"]).cluster.simulate_gpus == 3
 
 
+def test_a_file_in_a_directory_that_a_sweep_named_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "actor.lr=1e-05,trainer.seed=0"
+    run.mkdir()
+    first = compose(["+recipe=grpo", "actor.lr=1e-5"])
+    (run / "config.yaml").write_text(dump_yaml(first))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(run / "config.yaml"), f"{run.name}/config.yaml"):
+        assert compose([name, "actor.lr=1e-5"]) == first
+
+
 @hypothesis.settings(max_examples=15)
 @given(st.text("\\$\\${}:'\"a, \n", min_size=1, max_size=12))
 def test_a_text_with_a_literal_interpolation_is_read_again_as_it_is(text: str) -> None:
