@@ -65,16 +65,17 @@ GPU_TYPES: dict[str, tuple[float, float, float, float]] = {
 def gpu_hardware(plan: Plan) -> Hardware:
     """Return the GPU that the settings name, else this machine's, else the default.
 
-    Where only ``plan.memory_gb`` describes it, it is taken to be as fast as the known type nearest to that. Raises
-    ConfigError for a type that is not known.
+    Where ``plan.memory_gb`` alone describes it, or this machine's is of no known type, it is taken to be as fast as the
+    known type nearest to its memory. Raises ConfigError for a type that is named and not known.
     """
-    name, memory, shown = plan.gpu_type, plan.memory_gb, plan.gpu_type
-    if name is None and memory is not None:
+    named, memory = plan.gpu_type, plan.memory_gb
+    if named is None and memory is None:
+        named, memory = _gpu_here() or (DEFAULT_GPU, None)
+    name = shown = named or "a GPU"
+    if plan.gpu_type is None and name not in GPU_TYPES and memory is not None:
         n_bytes = memory * GB
         name = min(GPU_TYPES, key=lambda gpu: abs(GPU_TYPES[gpu][0] * GIB - n_bytes))
-        shown = f"a GPU, taken to be as fast as {name} (plan.gpu_type),"
-    elif name is None:
-        name, memory = _gpu_here() or (DEFAULT_GPU, None)
+        shown = f"{shown}, taken to be as fast as {name} (plan.gpu_type),"
     if name not in GPU_TYPES:
         names = ", ".join(GPU_TYPES)
         raise ConfigError(
@@ -83,7 +84,7 @@ def gpu_hardware(plan: Plan) -> Hardware:
         )
     gib, tflops, bandwidth, link = GPU_TYPES[name]
     return Hardware(
-        name=shown or name,
+        name=shown,
         memory=memory * GB if memory else gib * GIB,
         flops=(plan.tflops or tflops) * 1e12 * (plan.efficiency or GPU_EFFICIENCY),
         bandwidth=(plan.memory_bandwidth_gb_s or bandwidth) * 1e9,
@@ -102,11 +103,12 @@ def cpu_hardware(plan: Plan) -> Hardware:
 
 
 def _gpu_here() -> tuple[str, float] | None:
-    """Return the known type of this machine's first GPU, and its memory in GB; None where there is none."""
-    for gpu in read_gpus()[:1]:
-        if (name := find_gpu_type(gpu.name, gpu.total / GIB)) is not None:
-            return name, gpu.total / GB
-    return None
+    """Return the known type of this machine's first GPU, else the driver's name of it, and its memory in GB.
+
+    None where there is none.
+    """
+    gpu = next(iter(read_gpus()), None)
+    return None if gpu is None else (find_gpu_type(gpu.name, gpu.total / GIB) or gpu.name, gpu.total / GB)
 
 
 def find_gpu_type(name: str, gib: float) -> str | None:

@@ -13,8 +13,10 @@ from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
 from gkd.cli.plan import _compose, main
+from gkd.cluster.gpu import Gpu
 from gkd.config import settings
 from gkd.config.compose import compose
+from gkd.config.device import GIB
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
@@ -56,6 +58,18 @@ def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert planned(tmp_path, *own, "plan.memory_gb=16", "plan.gpu_type=l4")["hardware"]["name"] == "l4"
     assert planned(tmp_path, *own, "plan.memory_gb=16", "placement=cpu")["hardware"]["is_cpu"]
     assert planned(tmp_path, *own)["hardware"]["is_cpu"]
+
+
+def test_a_gpu_here_of_an_unknown_type_has_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 is no H100: a plan for 79 GiB would promise what ends in out-of-memory."""
+    here = Gpu(0, "GPU-1", "Tesla T4", "7.5", 15 * GIB, 15 * GIB)
+    monkeypatch.setattr("gkd.planning.layout.read_gpus", lambda: [here])
+    monkeypatch.setattr("gkd.cluster.gpu.nvml_uuids", lambda: ["GPU-1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    hardware = planned(tmp_path, "+recipe=grpo", "model.size=0.5b")["hardware"]
+    assert hardware["memory"] == pytest.approx(15 * GIB)
+    assert contains_in_order(hardware["name"], "Tesla T4", "rtx-3060", "plan.gpu_type")
+    assert planned(tmp_path, "+recipe=grpo", "model.size=0.5b", "plan.gpu_type=l4")["hardware"]["name"] == "l4"
 
 
 def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
