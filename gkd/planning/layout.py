@@ -112,10 +112,14 @@ def _gpu_here() -> tuple[str, float] | None:
 
 
 def find_gpu_type(name: str, gib: float) -> str | None:
-    """Return the known type of a driver's name such as ``NVIDIA A100-SXM4-40GB``, by memory where several share it."""
+    """Return the known type of a driver's name such as ``NVIDIA A100-SXM4-40GB``.
+
+    Of several that fit the one with the nearest memory, and of these the one with most words of the name.
+    """
     words = set(name.lower().replace("-", " ").split())
-    fitting = [gpu for gpu in GPU_TYPES if {part for part in gpu.split("-") if "gb" not in part} <= words]
-    return min(fitting, key=lambda gpu: abs(GPU_TYPES[gpu][0] - gib), default=None)
+    parts = {gpu: {part for part in gpu.split("-") if "gb" not in part} for gpu in GPU_TYPES}
+    fitting = [gpu for gpu in GPU_TYPES if parts[gpu] <= words]
+    return min(fitting, key=lambda gpu: (abs(GPU_TYPES[gpu][0] - gib), -len(parts[gpu])), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,8 @@ def test_what_is_no_run_is_one_line(
         ("NVIDIA H200", 139.8, "h200"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
         ("NVIDIA A100 80GB PCIe", 79.2, "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100-80gb"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
         ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
         ("NVIDIA L4", 22.0, "l4"),
         ("NVIDIA T4", 14.6, None),
