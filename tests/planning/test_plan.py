@@ -72,6 +72,17 @@ def test_a_gpu_here_of_an_unknown_type_has_its_own_memory(tmp_path: Path, monkey
     assert planned(tmp_path, "+recipe=grpo", "model.size=0.5b", "plan.gpu_type=l4")["hardware"]["name"] == "l4"
 
 
+def test_a_model_of_an_unknown_type_is_noted_whatever_it_is_for(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 99}
+    for kind in ("strange", "odder"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({**shape, "intermediate_size": 64, "model_type": kind}))
+    models = [f"reference.model.path={tmp_path}/strange", f"reward_model.model.path={tmp_path}/odder"]
+    own = ["+recipe=grpo", "model.size=0.5b", "algorithm.kl.coef=0.1", "reward.functions=[reward_model]"]
+    notes = " ".join(planned(tmp_path, *own, *models)["notes"])
+    assert contains_in_order(notes, "model_type odder", "model_type strange")
+
+
 def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with one GPU, whose groups would share it, as well."""
     monkeypatch.setattr("gkd.cluster.gpu.nvml_uuids", lambda: ["GPU-1"])

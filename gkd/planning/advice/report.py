@@ -56,7 +56,7 @@ class PlanReport:
     def notes(self) -> list[str]:
         """List what was assumed."""
         models, config = self.layout.models, self.layout.config
-        shapes = (models.student, models.teacher)
+        shapes = (models.student, models.teacher, models.reward_model, models.reference)
         notes = list(dict.fromkeys(shape.note for shape in shapes if shape is not None and shape.note))
         if self.factors is None:
             notes.append("times are estimates from operations, bytes and links; --from RUN_DIR takes measured ones")
