@@ -5,12 +5,12 @@ Memory, speed and links of GPU types are those of the makers' data sheets.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gkd.cluster import host
 from gkd.cluster.gpu import read_gpus
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.cluster.workers.environment import threads_for
@@ -95,8 +95,8 @@ def gpu_hardware(plan: Plan) -> Hardware:
 
 def cpu_hardware(plan: Plan) -> Hardware:
     """Return this machine without a GPU: 0.1 TFLOP/s a core in float32, as measured on an AMD EPYC."""
-    cores = len(os.sched_getaffinity(0))
-    memory = plan.memory_gb * GB if plan.memory_gb else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = host.cores()
+    memory = plan.memory_gb * GB if plan.memory_gb else host.memory()
     flops = (plan.tflops or 0.1 * cores) * 1e12 * (plan.efficiency or CPU_EFFICIENCY)
     bandwidth, link = (plan.memory_bandwidth_gb_s or 20) * 1e9, (plan.link_gb_s or 5) * 1e9
     return Hardware(f"CPU, {cores} cores", memory, flops, bandwidth, link, plan.network_gb_s * 1e9, is_cpu=True)
@@ -210,7 +210,7 @@ class Layout:
             return 1
         shapes = [self.models.student] + ([self.models.teacher] if self.models.teacher is not None else [])
         largest = max(F32 * shape.n_parameters for shape in shapes)
-        return max(1, len(os.sched_getaffinity(0)) // threads_for(largest, self.config.cluster.cpu_threads))
+        return max(1, host.cores() // threads_for(largest, self.config.cluster.cpu_threads))
 
     def workload(self) -> Workload:
         """Return the batch of a step."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gkd.cli.doctor.finding import GIB, Finding, confirm, fail, warn
+from gkd.cluster import host
 from gkd.cluster.session.port import is_free
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
@@ -56,7 +57,7 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     """Compare /dev/shm with what Ray's object store and NCCL put there."""
     size = shutil.disk_usage("/dev/shm").total
-    required = min(OBJECT_STORE_SHARE * memory(), 200e9)
+    required = min(OBJECT_STORE_SHARE * host.memory(), 200e9)
     state = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
     do = f"in Docker --shm-size={required / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
@@ -79,15 +80,6 @@ def check_limits() -> Iterator[Finding]:
         yield confirm("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
     if _is_below(processes, FEW_PROCESSES):
         yield warn("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
-
-
-def memory() -> int:
-    """Return bytes of memory this process may have: the machine's, or its container's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
-            total = min(total, int(text))
-    return total
 
 
 def _is_below(limit: int, least: int) -> bool:

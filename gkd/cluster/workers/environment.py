@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gkd.cluster import host
+
 if TYPE_CHECKING:  # workers start without the settings, whose import takes as long as Ray's
     from gkd.config.device import Device
 
@@ -90,7 +92,7 @@ def compute_threads(models: Iterable[str], n_threads: int | None = None) -> int:
 
 def threads_for(weight_bytes: float, n_threads: int | None = None) -> int:
     """Return threads for a model with so many bytes of weights, as :func:`compute_threads`."""
-    return n_threads or max(1, min(len(os.sched_getaffinity(0)), math.ceil(weight_bytes / BYTES_PER_THREAD)))
+    return n_threads or max(1, min(host.cores(), math.ceil(weight_bytes / BYTES_PER_THREAD)))
 
 
 def _weight_bytes(model: str) -> int:

@@ -1,0 +1,58 @@
+"""What a process may use of its machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster import host
+from gkd.config import Plan
+from gkd.planning.layout import cpu_hardware
+
+GB = 10**9
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(host, "GROUPS", tmp_path)
+    monkeypatch.setattr(host, "OWN", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 64 * GB // 1000}.__getitem__)
+    return tmp_path
+
+
+def limit(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+def test_without_limits_it_is_the_machine(groups: Path) -> None:
+    assert (host.memory(), host.cores()) == (64 * GB, 16)
+    limit(groups, memory__max="max", cpu__max="max 100000")
+    assert (host.memory(), host.cores()) == (64 * GB, 16)
+
+
+def test_a_container_sees_its_limits_at_the_top(groups: Path) -> None:
+    limit(groups, memory__max=str(8 * GB), cpu__max="250000 100000")
+    assert (host.memory(), host.cores()) == (8 * GB, 3)
+    hardware = cpu_hardware(Plan())
+    assert (hardware.memory, hardware.name) == (8 * GB, "CPU, 3 cores")
+
+
+def test_the_tightest_of_the_groups_above_counts(groups: Path) -> None:
+    (groups / "own").write_text("0::/slurm/job_7/step_0\n")
+    limit(groups / "slurm" / "job_7", memory__max=str(4 * GB), cpu__max="max 100000")
+    limit(groups / "slurm" / "job_7" / "step_0", memory__max="max", cpu__max="50000 100000")
+    assert (host.memory(), host.cores()) == (4 * GB, 1)
+
+
+def test_the_first_version_of_control_groups(groups: Path) -> None:
+    limit(groups / "memory", memory__limit_in_bytes=str(1 << 62))
+    limit(groups / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert (host.memory(), host.cores()) == (64 * GB, 16)
+    limit(groups / "memory", memory__limit_in_bytes=str(2 * GB))
+    limit(groups / "cpu", cpu__cfs_quota_us="400000")
+    assert (host.memory(), host.cores()) == (2 * GB, 4)
