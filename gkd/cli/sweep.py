@@ -93,7 +93,7 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
     Raises ConfigError where no override lists any, for a file that is no override, for too many runs, and for two of
     one name.
     """
-    from hydra.core.override_parser.types import Glob
+    from hydra.core.override_parser.types import Glob, IntervalSweep
 
     from gkd.config.compose import parse_overrides
     from gkd.config.loading import names_file
@@ -104,8 +104,8 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
         if parsed is None or not parsed.is_sweep_override():
             choices.append([("", override)])
             continue
-        if isinstance(parsed.value(), Glob):
-            raise ConfigError(f"--multirun: {override}: glob() chooses among files of Hydra's; name the values")
+        if isinstance(parsed.value(), Glob | IntervalSweep):
+            raise ConfigError(f"--multirun: {override}: glob() and interval() list no values; name them")
         key = parsed.get_key_element()
         choices.append([(f"{key.lstrip('+')}={value}", f"{key}={value}") for value in parsed.sweep_string_iterator()])
     n = 1

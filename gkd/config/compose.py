@@ -243,6 +243,9 @@ def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
 def _check_choice(override: Override, choices: list[str], several: bool = False) -> None:
     if override.is_delete():
         raise ConfigError(f"{override.input_line}: one of {', '.join(choices)} is expected")
+    if override.is_sweep_override():
+        otherwise = "several are a list, as +sets='[a,b]'" if several else "gkd train --multirun does a run for each"
+        raise ConfigError(f"{override.input_line}: one choice is expected; {otherwise}")
     choice = override.value()
     for value in choice if several and isinstance(choice, list) else [choice]:
         if value not in choices:

@@ -50,6 +50,7 @@ def test_a_run_for_each_combination(tmp_path: Path) -> None:
         (["+recipe=grpo", "trainer.seed=0,0,1"], "trainer.seed=0"),
         (["+recipe=grpo", "data.prompt_key=a/b,a_b"], "data.prompt_key=a_b"),
         (["+recipe=grpo", "data.prompt_key=glob(*)"], "data.prompt_key=glob(*)"),
+        (["+recipe=grpo", "actor.lr=interval(1e-5,1e-4)"], "actor.lr=interval(1e-5,1e-4)"),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "(metrics.jsonl)"),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=a.jsonl/x"], "trainer.output_dir=/"),
         ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "nowhere.jsonl"),
