@@ -32,6 +32,7 @@ from gkd.config.loading import (
     read_yaml,
 )
 from gkd.config.open import OpenSections
+from gkd.config.overrides import keep_name
 from gkd.config.registry import make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
@@ -192,7 +193,9 @@ def _list_named(value: Any) -> list[Any]:
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar, whatever they name. Raises ConfigError for what it does not have."""
     try:
-        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+        parsed: list[Override] = OverridesParser.create().parse_overrides(
+            [keep_name(override) for override in overrides]
+        )
     except HydraException as error:
         for override in overrides:
             if override and os.path.exists(user_path(override)):  # noqa: PTH110 - it takes any text, Path.exists not

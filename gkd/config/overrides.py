@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gkd.config.base import escape, quote
+from gkd.config.loading import settings
 from gkd.errors import ConfigError
+
+VALUES = ("models", "teacher.models", "watch.reward_kl")
+"""Sections of one value for each name that a user chooses."""
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
@@ -31,6 +36,36 @@ def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
             flatten(value, f"{above}{name}.") if isinstance(value, Mapping) and value else {f"{above}{name}": value}
         )
     return values
+
+
+def keep_name(override: str) -> str:
+    """Return an override with the name that a user chose in braces, where dots or dashes would keep it from being one.
+
+    ``models.Qwen2.5-7B=DIR`` is ``models={Qwen2.5-7B:DIR}``, and other overrides are as they were.
+    """
+    key, equals, value = override.partition("=")
+    begins = key[: len(key) - len(key.lstrip("+"))]
+    section, name, fields = _split_name(key.removeprefix(begins))
+    if not equals or re.fullmatch(r"([A-Za-z_][\w-]*)?", name):
+        return override
+    for field in reversed(fields):
+        value = f"{{{field}:{value}}}"
+    return f"{begins}{section}={{{name}:{value}}}"
+
+
+def _split_name(key: str) -> tuple[str, str, list[str]]:
+    """Return the section, the name chosen by a user and the setting below it, in parts; empty where there is none."""
+    for section in VALUES:
+        if key.startswith(f"{section}."):
+            return section, key.removeprefix(f"{section}."), []
+    for section in {known.partition(".NAME.")[0] for known in settings() if ".NAME." in known}:
+        if key.startswith(f"{section}."):
+            below = f"{section}.NAME."
+            known_fields = {known.removeprefix(below) for known in settings() if known.startswith(below)}
+            parts = key.removeprefix(f"{section}.").split(".")
+            at = next((i for i, part in enumerate(parts) if i and part in known_fields), None)
+            return ("", "", []) if at is None else (section, ".".join(parts[:at]), parts[at:])
+    return "", "", []
 
 
 def _text(name: str, value: Any) -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gkd.config import Config, escape, load, parse_gpus, settings
 from gkd.config.compose import compose, groups
 from gkd.config.loading import dump_yaml, read_yaml
+from gkd.config.overrides import overrides_of
 from gkd.driver.run import _write
 from gkd.errors import ConfigError
 from gkd.observability.run_files import RunFiles
@@ -102,6 +103,29 @@ def test_an_escaped_interpolation_is_the_text(text: str, tmp_path: Path) -> None
     _write(config, tmp_path)
     assert compose([str(tmp_path / "config.yaml")]) == config
     assert RunFiles(tmp_path).read_config() == config
+
+
+def test_names_of_models_and_sets_may_have_dots_and_dashes() -> None:
+    evaluation = {
+        "models": {"Qwen2.5-0.5B": "/a", "plain": "/b"},
+        "evaluate.sets": {
+            "math-v1.0": {"files": ["a.jsonl", "it's b.jsonl"], "chat_template_kwargs": {"enable_thinking": False}}
+        },
+    }
+    config = compose(overrides_of(evaluation))
+    assert config.models == evaluation["models"]
+    assert config.evaluate.sets.keys() == {"math-v1.0"}
+    assert config.evaluate.sets["math-v1.0"].files == ["a.jsonl", "it's b.jsonl"]
+    assert config.evaluate.sets["math-v1.0"].chat_template_kwargs == {"enable_thinking": False}
+    teachers = [f"++teacher.models.{name}=/{name}" for name in ("llama3.1-8b", "qwen2.5")]
+    own = ["model.path=/m", "data.train_files=[t]", "data.val_files=[v]", "data.teacher_key=k"]
+    config = compose([*own, *teachers, "data.val_sets.v2.0.files=[a]", "teacher.n_gpus_per_node=2"])
+    assert config.teacher.models == {"llama3.1-8b": "/llama3.1-8b", "qwen2.5": "/qwen2.5"}
+    assert config.data.val_sets["v2.0"].files == ["a"]
+    with pytest.raises(ConfigError, match=r"data\.val_sets\.v2\.0\.limit"):
+        compose(["+recipe=grpo", "data.val_sets.v2.0.files=[a]", "data.val_sets.v2.0.limit=0"])
+    with pytest.raises(ConfigError, match=r"data\.val_sets\.v2\.0\.fils"):
+        compose(["+recipe=grpo", "data.val_sets.v2.0.fils=[a]"])
 
 
 def test_groups_and_settings_take_a_plus_or_none_and_may_name_each_other() -> None:
