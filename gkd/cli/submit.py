@@ -158,13 +158,17 @@ def _output(config: Config, name: str) -> Path:
 
 def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
     from gkd.cli.launch.package import pack
-    from gkd.cli.launch.paths import resolve_paths
+    from gkd.cli.launch.paths import resolve_paths, settings_file
 
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "working_dir.zip"
-        commands = [["-m", "gkd.main", *run.overrides, *resolve_paths(run.config, here, run.output)] for run in runs]
-        n_files, left_out = pack(here, package)
+        commands, further = [], dict[Path, Path]()
+        for run in runs:
+            overrides, file = settings_file(run.overrides, here)
+            commands.append(["-m", "gkd.main", *overrides, *resolve_paths(run.config, here, run.output)])
+            further |= file
+        n_files, left_out = pack(here, package, further)
         without = f", without {', '.join(left_out)}" if left_out else ""
         print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
         for run, command in zip(runs, commands, strict=True):

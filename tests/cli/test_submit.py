@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import os
 import re
 import shlex
@@ -262,6 +263,7 @@ class PlayedJobs:
 
     def submit(self, name: str, command: str, package: Path, output: Path) -> None:
         assert zipfile.is_zipfile(package)
+        self.package = package.read_bytes()
         self.submitted[name] = command, output
 
     def follow(self, name: str, write: Callable[[str], None]) -> Any:
@@ -313,6 +315,23 @@ def test_recipes_of_one_sweep_write_beside_each_other(
     assert all("86400" not in command for command, _ in PLAYED[-1].submitted.values())
     assert main(["--address", "http://cluster", "+recipe=grpo", "trainer.output_dir='~/mine'"]) == 0
     assert [output for _, output in PLAYED[-1].submitted.values()] == [tmp_path / "mine"]
+
+
+@pytest.mark.parametrize("place", ["own.yaml", "outputs/a/config.yaml", "../elsewhere.yaml"])
+def test_a_file_of_settings_goes_with_the_job(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    (here / "outputs" / "a").mkdir(parents=True)
+    monkeypatch.setattr(jobs_module, "Jobs", PlayedJobs)
+    monkeypatch.chdir(here)
+    (here / place).write_text("recipe: grpo\ntrainer: {seed: 7}\n")
+    assert main(["--address", "http://cluster", place, "actor.lr=0.5"]) == 0
+    (command, _), *_ = PLAYED[-1].submitted.values()
+    job = tmp_path / "jobs" / "1"
+    with zipfile.ZipFile(io.BytesIO(PLAYED[-1].package)) as archive:
+        archive.extractall(job)
+    monkeypatch.chdir(job)
+    config = compose(shlex.split(command.partition(" -m gkd.main ")[2]))
+    assert (config.recipe, config.trainer.seed, config.actor.lr) == ("grpo", 7, 0.5)
 
 
 def test_a_bad_setting_is_refused_before_anything_is_asked(capfd: pytest.CaptureFixture[str]) -> None:

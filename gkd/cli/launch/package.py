@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,13 +17,15 @@ LEFT_OUT_AT_TOP = {"outputs", "data", "build", "dist", "wandb", "runs"}
 MAX_MB = 100  # Ray keeps the package in the memory of the cluster's head
 
 
-def pack(directory: Path, target: Path) -> tuple[int, list[str]]:
+def pack(directory: Path, target: Path, further: Mapping[Path, Path] | None = None) -> tuple[int, list[str]]:
     """Zip ``directory`` into ``target``, with this gkd, its conf and tasks where it has no gkd of its own.
+
+    ``further``: files from elsewhere, by the name that they get.
 
     Returns the number of files, and which directories were left out besides hidden ones and caches. Raises ConfigError
     when there is more than :data:`MAX_MB`, or for a name that no zip file can have.
     """
-    sources: dict[Path, Path] = {}
+    sources: dict[Path, Path] = dict(further or {})
     without: list[str] = []
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():

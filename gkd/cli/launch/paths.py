@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gkd.cli.launch.package import is_packed
 from gkd.config import Config, user_path
+from gkd.config.loading import names_file
 from gkd.config.overrides import literal_override
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
 from gkd.errors import ConfigError
+
+SETTINGS = Path(".gkd-settings.yaml")
+"""Name that a file of settings from elsewhere gets, which none of the working directory has that goes along."""
 
 Paths = str | list[str] | dict[str, str]
 
@@ -33,6 +37,22 @@ def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
         entries = [_entry(name, entry, here) for entry in (value if isinstance(value, list) else [value])]
         overrides.append(literal_override(name, entries if isinstance(value, list) else entries[0]))
     return overrides
+
+
+def settings_file(overrides: Sequence[str], here: Path) -> tuple[list[str], dict[Path, Path]]:
+    """Return ``overrides`` with the name that a file of settings among them has for the job.
+
+    Also that file, by this name, where it does not go along as a part of ``here``.
+    """
+    names, further = list(overrides), dict[Path, Path]()
+    for i, override in enumerate(names):
+        if names_file(override):
+            file = here / override
+            goes_along = is_packed(file, here)
+            name = file.relative_to(here) if goes_along else SETTINGS
+            names[i] = str(name)
+            further |= {} if goes_along else {name: file}
+    return names, further
 
 
 def _own_code(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | list[str]]]:
