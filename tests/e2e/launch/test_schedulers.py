@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import ray
 import yaml
 from jsonschema import Draft202012Validator
@@ -45,6 +46,17 @@ def test_slurm_reads_the_directives() -> None:
     assert options["ntasks-per-node"] == "1"
     assert sum("EDIT:" in line for line in lines) == 5
     subprocess.run(["bash", "-n", SBATCH], check=True)
+
+
+@pytest.mark.parametrize("written", ["{home}/run", "~/run", "'{home}/run'", '"~/run"'])
+def test_a_job_that_was_queued_again_finds_its_directory_however_it_is_written(written: str, tmp_path: Path) -> None:
+    part = SBATCH.read_text().partition("# A job that was queued again")[2].partition("\n\n")[0].partition("\n")[2]
+    (tmp_path / "run").mkdir()
+    slurm = {**os.environ, "HOME": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    own = f"trainer.output_dir={written.format(home=tmp_path)}"
+    command = ["bash", "-euc", f'{part}\nprintf "%s\\n" "$@"', "bash", "+recipe=grpo", own]
+    done = subprocess.run(command, env=slurm, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["+recipe=grpo", own, "trainer.resume=true"]
 
 
 def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path: Path) -> None:
