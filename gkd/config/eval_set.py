@@ -14,7 +14,14 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Files = Annotated[list[str], BeforeValidator(_as_list)]
+def _require_names(files: list[str]) -> list[str]:
+    """Raise ValueError for an empty name, as of a shell's variable that is not set: it would be this directory's."""
+    if not all(file.strip() for file in files):
+        raise ValueError("a file has no name: is a variable of the shell empty?")
+    return files
+
+
+Files = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_require_names)]
 
 
 class EvalSet(Settings):
