@@ -43,6 +43,11 @@ def read_rows(file: str) -> Iterator[Row]:
 def _rows(file: str) -> Iterator[Row]:
     path = user_path(file)
     if not path.exists():
+        if "://" in file:
+            raise ConfigError(
+                f"data file {file} is an address, and nothing is downloaded: name a file, a directory of datasets, or "
+                "a data set in the local Hugging Face cache"
+            )
         directory, _, part = file.partition(":")
         if part and user_path(directory).is_dir():
             return read_directory(user_path(directory), part)

@@ -19,7 +19,7 @@ from tests.error_text import contains_in_order
 ROWS = [{"q": "one", "n": 1}, {"q": "zwölf", "n": 12}]
 
 
-def error_of(file: Path) -> str:
+def error_of(file: Path | str) -> str:
     with pytest.raises(ConfigError) as caught:
         list(read_rows(str(file)))
     message = str(caught.value)
@@ -102,6 +102,12 @@ def test_unknown_format(tmp_path: Path) -> None:
 def test_broken_parquet(tmp_path: Path) -> None:
     file = jsonl(tmp_path, "no parquet", "x.parquet")
     assert contains_in_order(error_of(file), file, "Parquet")
+
+
+@pytest.mark.parametrize("address", ["https://host/train.jsonl", "s3://bucket/a.parquet", "hf://datasets/openai/gsm8k"])
+def test_an_address_is_no_name_in_the_cache(address: str) -> None:
+    error = error_of(address)
+    assert contains_in_order(error, address, "downloaded") and "hf download" not in error
 
 
 def test_directory_of_something_else(tmp_path: Path) -> None:
