@@ -39,8 +39,7 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
         yield (
             "response/clip_ratio",
             f"{cut:.0%} of the responses were cut off (watch.truncation_rate={watch.truncation_rate:g}): raise "
-            f"rollout.max_response_length={config.rollout.max_response_length}, or keep them out of the loss with "
-            "algorithm.overlong.action=mask",
+            f"rollout.max_response_length={config.rollout.max_response_length}{_advise_to_mask(config)}",
         )
     bands = {
         **{
@@ -73,3 +72,10 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             advice = getattr(REWARDS.load(name), "advice_when_slow", "")
             setting = f"reward.{shorten_name(name)}.slow_s={slow:g}"
             yield metric, f"the reward {label} takes {metrics[metric]:.1f} s a sample ({setting}): {advice}"
+
+
+def _advise_to_mask(config: Config) -> str:
+    """Return the advice to leave cut responses out of the loss; empty where they are, or may not be."""
+    if config.algorithm.overlong.action == "mask" or config.rollout.horizon.start is not None:
+        return ""
+    return ", or keep them out of the loss with algorithm.overlong.action=mask"

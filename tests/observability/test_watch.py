@@ -41,6 +41,15 @@ def test_a_correction_is_advised_where_there_is_one() -> None:
     assert "algorithm.importance_sampling" not in without
 
 
+def test_masking_is_advised_where_it_is_possible_and_not_done() -> None:
+    advice = "algorithm.overlong.action=mask"
+    masked = {"algorithm": {"overlong": {"action": "mask"}}}
+    early = {"rollout": {"horizon": {"start": 8}}}  # a run with that refuses to mask
+    for settings, expected in (({}, True), (masked, False), (early, False)):
+        ((_, text),) = warnings(load(settings), {"response/clip_ratio": 1.0})
+        assert (advice in text) is expected and "rollout.max_response_length=256" in text
+
+
 def test_what_is_right_is_not_mentioned() -> None:
     fine = {"response/clip_ratio": 0.05, "distill/reverse_kl": 4.9, "actor/kl_reference": 0.1, "mismatch/kl": 1e-5}
     assert list(warnings(Config(), fine)) == []
