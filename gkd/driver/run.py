@@ -108,7 +108,7 @@ def _drive(
         files = output / METRICS, output / SAMPLES
         first = 0 if saved is None else _forget_after(saved, output, *files)
         with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
-            samples = SampleLog(sampled, config.trainer, inputs.tokenizer, trackers)
+            samples = SampleLog(sampled, config, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
             external = config.algorithm.needs_teacher and config.teacher.server_ip is not None

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from gkd.algorithms.training_samples import rewards_of
 from gkd.cluster.workers.group import fetch_samples
-from gkd.config.groups import Trainer
+from gkd.config import Config
 from gkd.observability.metrics import JsonLines, keep_finite
 from gkd.observability.tracking import Trackers
 from gkd.types import ScoredSample, TrainingSample
@@ -23,13 +24,14 @@ DIGITS = 4
 class SampleLog:
     """Writes ``trainer.n_logged_samples`` of each step, those of the first prompts.
 
+    ``rewards`` are those of the functions, and ``reward`` is what is learned from, as in ``reward/mean``.
     The first ``trainer.n_logged_tokens`` response tokens have their log-probabilities in a row's ``tokens``:
     ``text`` [T], ``student`` [T], the sampler's, under the distribution that was sampled from; ``teacher`` [T] and
     ``top`` [T, 5] of token and log-probability, at ``algorithm.loss.temperature``. What was not scored is left out.
     """
 
-    def __init__(self, file: JsonLines, trainer: Trainer, tokenizer: Any, trackers: Trackers | None = None) -> None:
-        self.trackers = trackers
+    def __init__(self, file: JsonLines, config: Config, tokenizer: Any, trackers: Trackers | None = None) -> None:
+        self.config, self.trackers, trainer = config, trackers, config.trainer
         self.file, self.n, self.n_tokens = file, trainer.n_logged_samples, trainer.n_logged_tokens
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
@@ -58,6 +60,7 @@ class SampleLog:
         }
         if training.rewards:
             row["rewards"] = training.rewards
+            row |= keep_finite({"reward": rewards_of(self.config, [training])[0]})
         means: dict[str, float] = {}
         if not sample.request.from_dataset:
             means["logprob_mean"] = float(sample.sampled_logprobs.mean())

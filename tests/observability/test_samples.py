@@ -11,6 +11,7 @@ import pytest
 
 from gkd.config import load
 from gkd.observability.metrics import JsonLines
+from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.samples import SampleLog
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
 from tests.data.models import word_tokenizer
@@ -33,9 +34,9 @@ def scored(from_dataset: bool = False, top: int = K) -> ScoredSample:
 
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: ScoredSample, n_tokens: int) -> dict[str, Any]:
     monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda *_: [sample])
-    trainer = load({"trainer": {"n_logged_tokens": n_tokens}}).trainer
+    config = load({"trainer": {"n_logged_tokens": n_tokens}})
     with JsonLines(tmp_path / "samples.jsonl") as file:
-        SampleLog(file, trainer, word_tokenizer()).write(5, [training_sample(0, 3, 0, n=N, version=4)])
+        SampleLog(file, config, word_tokenizer()).write(5, [training_sample(0, 3, 0, n=N, version=4)])
     (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
     row: dict[str, Any] = json.loads(line)
     return row
@@ -63,3 +64,25 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "samples.jsonl").unlink()
     own = written(tmp_path, monkeypatch, scored(from_dataset=True, top=0), 99)
     assert own["tokens"].keys() == {"text", "teacher"} and len(own["tokens"]["text"]) == N
+
+
+def test_the_reward_is_the_one_that_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda samples, *_: [scored()] * len(samples))
+    config = load({
+        "algorithm": {"name": "grpo", "overlong": {"action": "penalty", "buffer": 4}},
+        "rollout": {"n": 3, "max_response_length": 8},
+        "reward": {"functions": ["accuracy", "length", "format"], "weights": [2.0, 0.5, 0.0]},
+    })  # fmt: skip
+    of_functions: list[dict[str, float | str]] = [
+        {"accuracy": 1.0, "length": -0.5, "format": 1.0},
+        {"accuracy": 1.0, "length": -0.5, "format": "late"},  # which does not count
+        {"accuracy": "late", "length": -0.5, "format": 1.0},
+    ]
+    samples = [training_sample(i, 3, i, n=N, rewards=rewards) for i, rewards in enumerate(of_functions)]
+    with JsonLines(tmp_path / "samples.jsonl") as file:
+        SampleLog(file, config, word_tokenizer()).write(5, samples)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["rewards"] for row in rows] == of_functions
+    assert [row.get("reward") for row in rows] == [1.25, 1.25, None]  # half of the penalty, for 6 of 8 tokens
+    page = read_samples(tmp_path / "samples.jsonl", Texts())
+    assert [row.get("reward") for row in page] == [1.25, 1.25, None]

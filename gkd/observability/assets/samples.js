@@ -95,15 +95,11 @@ const Samples = (() => {
 
   const draw = (parent, runs, vocabulary) => {
     texts = vocabulary;
-    const all = runs.flatMap(run => run.samples.map(sample => {
-      const rewards = Object.values(sample.rewards || {}).filter(value => typeof value === 'number');
-      return {
-        ...sample, run: runs.length > 1 ? run.name : null,
-        reward: rewards.length ? rewards.reduce((sum, value) => sum + value, 0) : null,
-        gap: sample.teacher_logprob_mean !== undefined && sample.logprob_mean !== undefined
-          ? sample.teacher_logprob_mean - sample.logprob_mean : null,
-      };
-    }));
+    const all = runs.flatMap(run => run.samples.map(sample => ({
+      ...sample, run: runs.length > 1 ? run.name : null,
+      gap: sample.teacher_logprob_mean !== undefined && sample.logprob_mean !== undefined
+        ? sample.teacher_logprob_mean - sample.logprob_mean : null,
+    })));
     if (!all.length) {
       parent.append(el('p', { class: 'muted' }, 'The run logged no samples (trainer.n_logged_samples).'));
       return;

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 20_000
 """Of one prompt or response."""
 
 _STEP = re.compile(rb'^\{"step": (\d+)')
-_KEPT = ("step", "answer", "finish_reason", "version", "prompt_id", "index", "length", "rewards")
+_KEPT = ("step", "answer", "finish_reason", "version", "prompt_id", "index", "length", "reward", "rewards")
 _MEANS = ("logprob_mean", "teacher_logprob_mean")
 
 
