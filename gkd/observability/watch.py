@@ -13,6 +13,8 @@ from gkd.config.rewards import REWARDS
 log = logging.getLogger("gkd")
 
 AGAIN_AFTER = 100
+ESTIMATES_ERR = 0.01
+"""Nats by which a mean over sampled tokens, or of rounded sums, is below a divergence that is 0: no reason to worry."""
 
 
 class Watcher:
@@ -54,7 +56,7 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
         "actor/kl_reference": ("reference_kl", watch.reference_kl, "raise algorithm.kl.coef or lower actor.lr"),
     }
     for name, (setting, (low, high), advice) in bands.items():
-        if name in metrics and not low <= metrics[name] <= high:
+        if name in metrics and not low - ESTIMATES_ERR <= metrics[name] <= high:
             yield name, f"{name} {metrics[name]:.3g} is outside watch.{setting}=[{low:g}, {high:g}]: {advice}"
     apart = metrics.get("mismatch/kl", 0.0)
     if apart > watch.mismatch_kl:

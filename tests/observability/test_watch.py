@@ -50,6 +50,13 @@ def test_masking_is_advised_where_it_is_possible_and_not_done() -> None:
         assert (advice in text) is expected and "rollout.max_response_length=256" in text
 
 
+def test_a_student_that_is_the_teacher_is_not_outside_the_band() -> None:
+    # The mean of log q(y) - log p(y) over sampled tokens is about 0 then, on either side of it.
+    assert list(warnings(Config(), {"distill/reverse_kl": -0.0002})) == []
+    ((name, _),) = warnings(Config(), {"distill/reverse_kl": -0.5})
+    assert name == "distill/reverse_kl"
+
+
 def test_what_is_right_is_not_mentioned() -> None:
     fine = {"response/clip_ratio": 0.05, "distill/reverse_kl": 4.9, "actor/kl_reference": 0.1, "mismatch/kl": 1e-5}
     assert list(warnings(Config(), fine)) == []
