@@ -51,7 +51,8 @@ class Trackers:
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Hand samples of the first step, and of those with a validation, to the trackers that take any; as log."""
-        if step == 1 or step % self.run.config.trainer.val_every == 0:
+        trainer = self.run.config.trainer
+        if step in (1, trainer.total_steps) or step % trainer.val_every == 0:  # the last step is validated as well
             samples = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
             self._call_each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
 

@@ -92,10 +92,11 @@ def test_tensorboard_has_samples_as_a_table(tmp_path: Path) -> None:
 
 
 def test_samples_go_to_trackers_with_every_validation(tmp_path: Path) -> None:
-    with Trackers(load({"trainer": {"trackers": ["tensorboard"], "val_every": 3}}), tmp_path, 0) as trackers:
-        for number in range(1, 7):
+    trainer = {"trackers": ["tensorboard"], "val_every": 3, "total_steps": 8}
+    with Trackers(load({"trainer": trainer}), tmp_path, 0) as trackers:
+        for number in range(1, 9):
             trackers.log_samples(number, SAMPLES)
-    assert [step for step, _ in texts(tmp_path / "tensorboard")] == [1, 3, 6]
+    assert [step for step, _ in texts(tmp_path / "tensorboard")] == [1, 3, 6, 8]  # the last one is validated, too
 
 
 def test_steps_that_a_resumed_run_does_again_replace_the_first_ones(tmp_path: Path) -> None:
