@@ -15,6 +15,7 @@ import pytest
 from ray import cloudpickle
 
 from gkd.cli.doctor import devices, node, system
+from gkd.cluster import host
 from tests.cli.test_doctor import H200
 from tests.e2e.conftest import ROOT
 from tests.error_text import contains_in_order
@@ -95,7 +96,7 @@ def test_disks_shared_memory_and_limits(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [f.level for f in system.check_disks(places)] != ["failed"]
     monkeypatch.setattr(system, "TOO_LITTLE_DISK", 1 << 60)
     assert [f.level for f in system.check_disks(places)] == ["failed"]
-    monkeypatch.setattr(system, "memory", lambda: 1 << 60)
+    monkeypatch.setattr(host, "memory", lambda: 1 << 60)
     assert [f.level for f in system.check_shared_memory(1)] == ["warning"]
     monkeypatch.setattr(system, "NCCL_SHM", 1 << 60)
     assert [f.level for f in system.check_shared_memory(2)] == ["failed"]
