@@ -141,8 +141,6 @@ def _the_adapter_can_be_sent_alone(config: Config) -> None:
     elif lora.r > rollout.engine_class.adapter_ranks[-1]:
         most = rollout.engine_class.adapter_ranks[-1]
         why = f"rollout.engine={rollout.engine} takes ranks up to {most}, not actor.lora.r={lora.r}"
-    elif config.schedule.in_flight:
-        why = "adapters are replaced between batches alone; schedule.in_flight=false would do"
     elif config.weights.transfer_class.gpu_to_gpu:
         why = f"an adapter goes through the host, not by weights.transfer={way}; object_store or auto would do"
     elif rollout.nodes_an_engine > 1:

@@ -75,9 +75,11 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     rollout_group.refresh = sync.refresh
     actor.load()
-    # What is trained in 4 bits is not quite the model that the engines have read; and what shards need shows at the
-    # first push, which had better not come after a whole step.
-    if config.actor.lora.quantize or config.weights.transfer_class.shards:
+    # What is trained in 4 bits is not quite the model that the engines have read; what shards need shows at the first
+    # push, which had better not come after a whole step; and only requests that begin with an adapter go on with the
+    # next one.
+    swaps_adapters = config.weights.adapter_only and config.schedule.in_flight
+    if config.actor.lora.quantize or config.weights.transfer_class.shards or swaps_adapters:
         sync.push()
     answers = DatasetAnswers(inputs.model.eos_ids) if config.algorithm.is_supervised else None
     validation = Validation(config, inputs, rollout_group, actor, teachers, answers)

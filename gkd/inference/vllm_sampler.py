@@ -176,9 +176,9 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         from gkd.weights import vllm_backend
 
         if self._adapter is not None:
-            self._adapter.load(bucket, tensors)
-            return
-        vllm_backend.load(self.llm, bucket, tensors, running=self._cache_policy)
+            self._adapter.load(bucket, tensors, running=self._cache_policy)
+        else:
+            vllm_backend.load(self.llm, bucket, tensors, running=self._cache_policy)
         self._resume(bucket)
 
     def receive_weights(self, bucket: Bucket) -> None:

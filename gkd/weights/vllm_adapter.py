@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
     from gkd.config import Lora
+    from gkd.weights.vllm_backend import CachePolicy
 
 NAME, NUMBER = "student", 1
 
@@ -38,14 +39,20 @@ class AdapterLoader:
         self._llm, self._lora = llm, lora
         self._tensors: dict[str, Tensor] = {}
         self.request: LoRARequest | None = None
-        """What requests name the adapter by; None before the first push, as a new one changes nothing."""
+        """What requests name the adapter by; None before the first push, as a new one changes nothing.
 
-    def load(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
-        """Take the next bucket while the engine is idle; with the last one the adapter serves, and no prefix is cached.
+        Requests that began without one end so: with weights in flight a push comes before them.
+        """
 
-        Raises RuntimeError where vLLM does not take it: do not sample then.
+    def load(self, bucket: Bucket, tensors: dict[str, Tensor], running: CachePolicy) -> None:
+        """Take the next bucket while the engine computes nothing; with the last one the adapter serves.
+
+        What ``running`` requests have cached is forgotten or kept, as by :func:`gkd.weights.vllm_backend.load`.
+        Raises RuntimeError where vLLM does not take the adapter: do not sample then.
         """
         from vllm.lora.request import LoRARequest
+
+        from gkd.weights.vllm_backend import reset_cache
 
         if bucket.number == 0:
             self._tensors = {}
@@ -55,9 +62,10 @@ class AdapterLoader:
         # Only for as long as vLLM reads it, as workers are ended by SIGKILL.
         with TemporaryDirectory(prefix="gkd-adapter-") as directory:
             self._write(Path(directory))
-            added = self._llm.llm_engine.add_lora(LoRARequest(NAME, NUMBER, directory, load_inplace=True))
-        if not added or not self._llm.llm_engine.reset_prefix_cache():
-            raise RuntimeError(f"vLLM did not take the adapter of weights version {bucket.version}")
+            if not self._llm.llm_engine.add_lora(LoRARequest(NAME, NUMBER, directory, load_inplace=True)):
+                raise RuntimeError(f"vLLM did not take the adapter of weights version {bucket.version}")
+        self._llm.llm_engine.set_weight_version(str(bucket.version))
+        reset_cache(self._llm, running)
         self.request = LoRARequest(NAME, NUMBER, directory)
         self._tensors = {}
 

@@ -109,6 +109,11 @@ def load(
     if not bucket.last:
         return
     llm.finish_weight_update(str(bucket.version))
+    reset_cache(llm, running)
+
+
+def reset_cache(llm: LLM, running: CachePolicy) -> None:
+    """Forget what other weights have cached, as far as ``running`` says. Raises RuntimeError where vLLM does not."""
     if running == "keep":  # blocks are in use; prefixes of requests to come have another salt
         return
     if not llm.llm_engine.reset_prefix_cache(reset_running_requests=running == "recompute"):

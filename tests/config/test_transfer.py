@@ -146,7 +146,6 @@ def test_the_hf_engine_is_refused_before_anything_starts(transfer: str) -> None:
         (["actor.lora.r=8", "actor.lora.quantize=nf4"], r"not in 4 bits as actor.lora.quantize=nf4 has"),
         (["actor.lora.r=8", "rollout.engine=hf"], r"rollout.engine=hf takes whole weights alone; rollout.engine=vllm"),
         (["actor.lora.r=513"], r"takes ranks up to 512, not actor.lora.r=513"),
-        (["actor.lora.r=8", "schedule.max_staleness=1", "schedule.in_flight=true"], r"in_flight=false would do"),
         (["actor.lora.r=8", "weights.transfer=nccl"], r"not by weights.transfer=nccl; object_store or auto would do"),
         (
             ["actor.lora.r=8", "rollout.across_nodes=true", "rollout.nnodes=2", "rollout.n_gpus_per_node=2",

@@ -9,7 +9,12 @@ import sys
 from tests.e2e.conftest import ROOT
 
 INTERPRETER = ROOT / "tests" / "gpu" / "interpreter"
-TESTS = ["tests/vllm/inference/test_in_flight.py", "tests/vllm/inference/test_scoring.py", "tests/vllm/kernels.py"]
+TESTS = [
+    "tests/vllm/inference/test_in_flight.py",
+    "tests/vllm/inference/test_scoring.py",
+    "tests/vllm/weights/test_adapter.py::test_responses_under_way_go_on_with_the_new_adapter",
+    "tests/vllm/kernels.py",
+]
 
 
 def test_what_runs_on_gpus_alone_passes_the_same_tests() -> None:

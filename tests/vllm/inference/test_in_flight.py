@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gkd.cluster.workers.environment import environment
 from gkd.types import Sample, Sampling, VersionSpan
@@ -32,8 +33,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     engine.close()
 
 
-def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
-    """Responses of which the first tokens are sampled before weights of another model are pushed, and queued ones."""
+def sampled_across(engine: Any, tensors: Mapping[str, Tensor], version: int) -> list[Sample]:
+    """Responses of which the first tokens are sampled before other weights are pushed, and queued ones."""
     sample_requests = requests(Sampling(LENGTH))
     for key, request in enumerate(sample_requests):
         engine.add(key, request)
@@ -48,7 +49,7 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     assert not core.batch_queue
     engine.pause()  # as the first bucket does after a call by itself
     assert not engine.step()
-    load_in_buckets(engine, make(tied=False, seed=seed).state_dict().items(), version)
+    load_in_buckets(engine, tensors.items(), version)
     waiting = core.scheduler.waiting
     not_begun = [request for request in waiting if request.status.name == "WAITING"]
     assert len(not_begun) >= len(queued)
@@ -60,11 +61,11 @@ def sampled_across(engine: Any, seed: int, version: int) -> list[Sample]:
     return [by_key[key] for key in sorted(by_key)]
 
 
-def differences(seed: int, sample: Sample, span: VersionSpan) -> np.ndarray[Any, Any]:
+def differences(model: Any, sample: Sample, span: VersionSpan) -> np.ndarray[Any, Any]:
     """Of what the engine said of a span's tokens from what a model computes over the whole sequence."""
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))
     with torch.no_grad():
-        logits = make(tied=False, seed=seed)(ids[None]).logits[0]
+        logits = model(ids[None]).logits[0]
     logits[:, N_TOKENS:] = -torch.inf
     own = logits.log_softmax(-1)[span.start - 1 : span.stop - 1].gather(-1, ids[span.start : span.stop, None])[:, 0]
     return np.abs(own.numpy() - sample.logprobs[span.start : span.stop])
@@ -75,19 +76,19 @@ def test_tokens_after_new_weights_are_sampled_from_these_alone(engine: Any) -> N
     versions = [0, 1, 2]
     for seed, keeps in ((1, False), (2, True)):
         engine._salted = keeps
-        old = versions[seed - 1]
-        *begun, one, other = sampled_across(engine, seed, version=seed)
+        old, before, after = versions[seed - 1], make(tied=False, seed=seed - 1), make(tied=False, seed=seed)
+        *begun, one, other = sampled_across(engine, after.state_dict(), version=seed)
         for sample in (one, other):  # none of whose tokens was sampled before
             (only,) = sample.versions
-            assert only.version == seed and differences(seed, sample, only).max() < 1e-4
+            assert only.version == seed and differences(after, sample, only).max() < 1e-4
         for sample in begun:
             first, second = sample.versions
             n_prompt = len(sample.request.prompt.token_ids)
             assert (first.start, first.version, second.version) == (n_prompt, old, seed)
             assert second.stop == len(sample.token_ids)
             assert first.stop == second.start == n_prompt + BEFORE
-            assert differences(seed - 1, sample, first).max() < 1e-4
-            assert (differences(seed, sample, second).max() < 1e-4) != keeps
+            assert differences(before, sample, first).max() < 1e-4
+            assert (differences(after, sample, second).max() < 1e-4) != keeps
 
 
 def test_a_cache_that_vllm_does_not_reset_is_no_success(engine: Any) -> None:
