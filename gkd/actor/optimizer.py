@@ -1,16 +1,23 @@
-"""AdamW and its learning rate."""
+"""AdamW, on the device or with its moments in the host's memory, and its learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as adamw_step
 
 from gkd.config import Actor
 
 FUSED_ON = ("cpu", "cuda")
 FLOOR = 0.1  # share of the peak at which linear and cosine decay end
+MOMENTS = "exp_avg", "exp_avg_sq"
+SLICE = 1 << 24  # numbers of a moment that are on their way at a time, 64 MiB
+SLICES = 3  # one that comes, one that is there, one that goes
 
 
 def learning_rate(settings: Actor, step: int, total_steps: int) -> float:
@@ -29,7 +36,8 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
     """Make AdamW, with its parameters' names; norms, biases and other vectors are not decayed.
 
     Where torch has it for the parameters' device, a step is one fused kernel: without it there is a loop over them on a
-    CPU, and temporaries of the parameters' size on a GPU.
+    CPU, and temporaries of the parameters' size on a GPU. With ``offload_optimizer`` it is :class:`HostAdamW` where
+    the parameters are not in the host's memory themselves.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in trained if p.ndim > 1]
@@ -41,7 +49,120 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
     beta1, beta2 = settings.betas
     groups = [group for group in groups if group["params"]]  # an adapter has no vectors
     fused = all(p.device.type in FUSED_ON and p.is_floating_point() for _, p in trained)
-    return torch.optim.AdamW(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2), fused=fused)
+    on_host = settings.offload_optimizer and any(p.device.type != "cpu" for _, p in trained)
+    made = HostAdamW if on_host else torch.optim.AdamW
+    return made(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2), fused=fused)
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW whose moments stay in the host's memory, and come to the parameters' device for a step, slice by slice.
+
+    They cross the host's link once each way a step, beside the computation. AdamW is elementwise: a step changes what
+    :class:`torch.optim.AdamW` changes, to the last bit by the same kernel. Moments are there from the beginning, of the
+    rank's own part of each parameter.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        for p in self._parameters():
+            own = take_local(p)
+            self.state[p] = {"step": torch.zeros(())} | {name: _make_moment(own) for name in MOMENTS}
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Do a step on the gradients that there are, and wait until the moments are back."""
+        changed = [p for p in self._parameters() if p.grad is not None]
+        if not changed:
+            return
+        transit = _Transit(changed[0].device, min(SLICE, max(take_local(p).numel() for p in changed)))
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step_one(p, group, transit)
+        transit.finish()
+
+    def _step_one(self, p: Tensor, group: dict[str, Any], transit: _Transit) -> None:
+        assert p.grad is not None, "it has been asked for"
+        state, device = self.state[p], take_local(p).device
+        whole = [take_local(p).view(-1), take_local(p.grad).reshape(-1), *(state[name].view(-1) for name in MOMENTS)]
+        for start in range(0, len(whole[0]), SLICE):
+            weight, gradient, *moments = (values[start : start + SLICE] for values in whole)
+            here = transit.bring(moments)
+            adamw_step(
+                [weight], [gradient], [here[0]], [here[1]], [],
+                [torch.full((), float(state["step"]), device=device)],  # of this slice, whose step counts it up
+                foreach=False, fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            transit.take_back(moments, here)
+        state["step"] += 1
+
+
+class _Transit:
+    """Brings slices of moments to a device and takes them back, on streams beside the one that computes.
+
+    On a CPU they are there.
+    """
+
+    def __init__(self, device: torch.device, n: int) -> None:
+        self._device, self._number = device, 0
+        if device.type == "cpu":
+            return
+        self._slots = [[torch.empty(n, device=device) for _ in MOMENTS] for _ in range(SLICES)]
+        self._coming, self._going = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._coming.wait_stream(torch.cuda.current_stream(device))  # what had the slots' memory before
+        self._left: list[torch.cuda.Event | None] = [None] * SLICES
+
+    def bring(self, moments: list[Tensor]) -> list[Tensor]:
+        """Return the moments on the device, for the stream that computes."""
+        if self._device.type == "cpu":
+            return moments
+        slot = self._number % SLICES
+        with torch.cuda.stream(self._coming):
+            if (left := self._left[slot]) is not None:
+                self._coming.wait_event(left)
+            here = [to[: len(m)].copy_(m, non_blocking=True) for to, m in zip(self._slots[slot], moments, strict=True)]
+            arrived = self._coming.record_event()
+        torch.cuda.current_stream(self._device).wait_event(arrived)
+        return here
+
+    def take_back(self, moments: list[Tensor], here: list[Tensor]) -> None:
+        """Write back what :meth:`bring` brought, once it is computed."""
+        if self._device.type == "cpu":
+            return
+        done = torch.cuda.current_stream(self._device).record_event()
+        with torch.cuda.stream(self._going):
+            self._going.wait_event(done)
+            for m, changed in zip(moments, here, strict=True):
+                m.copy_(changed, non_blocking=True)
+            self._left[self._number % SLICES] = self._going.record_event()
+        self._number += 1
+
+    def finish(self) -> None:
+        """Wait until all are back: whoever reads them in the host's memory waits for no stream."""
+        if self._device.type != "cpu":
+            self._going.synchronize()
+
+
+def _make_moment(weight: Tensor) -> Tensor:
+    """Return zeros of a weight's shape in the host's memory, pinned where CUDA is to copy them.
+
+    ``pin_memory`` would take the next power of two of bytes.
+    """
+    moment = torch.zeros(weight.shape, dtype=weight.dtype)
+    if weight.device.type == "cuda" and moment.numel():
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(moment.data_ptr(), moment.nbytes, 0))
+    return moment
+
+
+def take_local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def n_updates(optimizer: torch.optim.Optimizer) -> int:

@@ -105,7 +105,7 @@ class RankState:
         self._trainer.is_offloaded = False
 
     def _move(self, device: torch.device) -> None:
-        if not self._trainer.config.actor.offload_optimizer:
+        if not self._trainer.config.actor.offload_weights:
             move(self._student, self._optimizer, device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

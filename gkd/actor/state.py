@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from gkd.actor.optimizer import HostAdamW, take_local
 from gkd.durable import Checksum, compute_checksum, flush, reason
 from gkd.errors import RunFailed
 
@@ -45,7 +46,7 @@ def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Even
     with torch.cuda.stream(own):
         return [
             {
-                name: _take_local(t).cpu().numpy().copy()
+                name: take_local(t).cpu().numpy().copy()
                 for name, t in ({_WEIGHT: p} | optimizer.state.get(p, {})).items()
             }
             for p in _parameters(optimizer)
@@ -120,7 +121,7 @@ class _CheckpointFiles:
 
     def rows(self, kind: str, name: str, p: Tensor) -> Tensor:
         """Return those of a parameter's weight or moment that this rank holds, gathered from all files."""
-        start, local = _start(p), _take_local(p)
+        start, local = _start(p), take_local(p)
         parts: list[tuple[int, Tensor]] = []
         for file, keys, shards in self._files:
             if (key := f"{kind}.{name}") not in keys:
@@ -147,18 +148,22 @@ def _put(p: Tensor, values: Mapping[str, Tensor], state: dict[str, Tensor]) -> N
     """Set a parameter's local rows, and the optimizer's state of it."""
     for name, value in values.items():
         if name == _WEIGHT:
-            _take_local(p).copy_(value)
+            take_local(p).copy_(value)
+        elif name in state:  # where the optimizer keeps it
+            take_local(state[name]).copy_(value)
         elif value.ndim:
             state[name] = torch.zeros_like(p)
-            _take_local(state[name]).copy_(value)
+            take_local(state[name]).copy_(value)
         else:
-            state[name] = value.to(_take_local(p).device)  # where a fused step counts
+            state[name] = value.to(take_local(p).device)  # where a fused step counts
 
 
 @torch.no_grad()
 def move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
-    """Move weights and optimizer state of one rank to ``device``. No collective."""
+    """Move weights and optimizer state of one rank to ``device``, unless that lives on the host. No collective."""
     model.to(device)
+    if isinstance(optimizer, HostAdamW):
+        return
     for p in _parameters(optimizer):
         state = optimizer.state.get(p, {})
         state.update({name: value.to(device) for name, value in state.items()})
@@ -171,11 +176,6 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for group in optimizer.param_groups:
         yield from zip(group["param_names"], group["params"], strict=True)
-
-
-def _take_local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
 
 
 def _start(p: Tensor) -> int:

@@ -73,7 +73,7 @@ class ActorWorker:
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
         student = load_sharded(
             self.model_path, mesh, self.device, self.dtype,
-            actor.gradient_checkpointing, actor.lora, actor.offload_optimizer, self._fuse,
+            actor.gradient_checkpointing, actor.lora, actor.offload_weights, self._fuse,
         )  # fmt: skip
         staging, optimizer = Staging(self.device), adamw(student, actor)
         staging.set(AppliedUpdate(0))

@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from gkd.config.base import Settings
 from gkd.config.open import find_changed_settings
 
+Offloaded = Literal["optimizer", "weights"]
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 PACK_SIZES = 4
@@ -110,8 +112,14 @@ class Actor(Settings):
     )
     offload_optimizer: bool = Field(
         False,
-        description="optimizer state in the host's memory; the optimizer's step is done by the CPU there (verl: "
-        "optimizer_offload; OpenRLHF: adam_offload)",
+        description="the optimizer's moments in the host's memory, from where they come to the GPU for each optimizer "
+        "step (verl: optimizer_offload; OpenRLHF: adam_offload)",
+    )
+    offload_weights: bool = Field(
+        False,
+        description="weights, gradients and the optimizer in the host's memory, whose CPU does the optimizer's step; "
+        "weights come to the GPU for every micro-batch, which is far slower than offload_optimizer alone (verl: "
+        "offload_policy)",
     )
     lora: Lora = Lora()
     compile: Literal["auto"] | bool = Field(
@@ -125,6 +133,11 @@ class Actor(Settings):
         "layers; needs liger-kernel (TRL: use_liger_kernel; verl: use_liger)"
     )  # fmt: skip
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
+
+    @property
+    def offloaded(self) -> Offloaded | None:
+        """What is in the host's memory: the optimizer's moments alone, or weights and gradients as well."""
+        return "weights" if self.offload_weights else "optimizer" if self.offload_optimizer else None
 
     @model_validator(mode="after")
     def _layers_are_compiled_or_ligers(self) -> Actor:

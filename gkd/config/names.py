@@ -162,6 +162,7 @@ OPTIMISATION: dict[str, str] = {
     "use_liger": "actor.liger",
     "optimizer_offload": "actor.offload_optimizer",
     "adam_offload": "actor.offload_optimizer",
+    "offload_policy": "actor.offload_weights",
     "lora_r": "actor.lora.r",
     "lora_rank": "actor.lora.r",
     "lora_alpha": "actor.lora.alpha",

@@ -197,8 +197,8 @@ def step_text(config: Config) -> str:
         parts.append("gradient checkpointing")
     if actor.lora.r is not None:
         parts.append(f"LoRA r={actor.lora.r}" + (f" over {actor.lora.quantize}" if actor.lora.quantize else ""))
-    if actor.offload_optimizer:
-        parts.append("optimizer in the host's memory")
+    if actor.offloaded is not None:
+        parts.append(f"{'weights and ' * actor.offload_weights}optimizer in the host's memory")
     return "; ".join(parts)
 
 

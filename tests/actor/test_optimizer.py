@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 
-from gkd.actor.optimizer import adamw
+from gkd.actor import optimizer as own
+from gkd.actor.optimizer import HostAdamW, adamw
+from gkd.actor.state import move, part_of, put_part
 from gkd.config import Actor
 
 
@@ -32,3 +34,40 @@ def test_a_fused_step_has_the_trajectory_of_the_loop(dtype: torch.dtype) -> None
             optimizer.step()
     for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1 << 24, 64, 7])
+def test_moments_in_the_hosts_memory_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit but for where slices cut what a CPU computes at once; also handed on, and after a move."""
+    monkeypatch.setattr(own, "SLICE", size)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 5))
+    plain, settings, cpu = copy.deepcopy(model), Actor(lr=1e-2, weight_decay=0.3), torch.device("cpu")
+    model[2].bias.requires_grad_(False)
+    plain[2].bias.requires_grad_(False)
+    expected = adamw(plain, settings)
+
+    def make() -> HostAdamW:
+        names = {name for group in expected.param_groups for name in group["param_names"]}
+        params = [(name, p) for name, p in model.named_parameters() if name in names]
+        groups = [{"params": [(name, p) for name, p in params if (p.ndim > 1) == (decay > 0)], "weight_decay": decay}
+                  for decay in (0.3, 0.0)]  # fmt: skip
+        return HostAdamW(groups, lr=1e-2, betas=settings.betas, fused=True)
+
+    optimizer = make()
+    assert not isinstance(expected, HostAdamW)  # the parameters are on the host themselves
+    for step in range(6):
+        if step == 3:
+            kept, optimizer = part_of(optimizer, cpu, None), make()
+            put_part(optimizer, kept)
+            moments = [state["exp_avg"] for state in optimizer.state.values()]
+            move(model, optimizer, cpu)
+            assert all(a is b["exp_avg"] for a, b in zip(moments, optimizer.state.values(), strict=True))
+        rows = torch.randn(8, 33, generator=torch.Generator().manual_seed(step))
+        for one, its in ((model, optimizer), (plain, expected)):
+            its.zero_grad()
+            one(rows).square().sum().backward()
+            its.step()
+    assert own.n_updates(optimizer) == own.n_updates(expected) == 6
+    for p, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=0.0 if size > 1000 else 1e-6, atol=0.0 if size > 1000 else 1e-7)

@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "stale": ("on_policy_distill", {"schedule.max_staleness": 2, "algorithm.loss.name": "sampled_reverse_kl"}),
     "lora": ("grpo", {"actor.epochs": 2, "actor.lora.r": 4, "algorithm.kl.coef": 0.1}),
     "offload": ("grpo", {"actor.offload_optimizer": True}),
+    "offload_weights": ("grpo", {"actor.offload_weights": True}),
     "checkpointing": ("gspo", {"actor.gradient_checkpointing": True}),
 }
 
@@ -189,7 +190,7 @@ LLAMA = partial(models.make, "llama")
 CHECKS = {"scores": scores, "samples": samples}
 CHECKS |= {name: trains(*how, STUDENTS.get(name, LLAMA)) for name, how in RUNS.items()}
 CHECKS |= {"ranks": trains_on_two(), "ranks_lora": trains_on_two("actor.lora.r=4")}
-CHECKS |= {"ranks_offload": trains_on_two("actor.offload_optimizer=true")}
+CHECKS |= {f"ranks_{its}": trains_on_two(f"actor.{its}=true") for its in ("offload_optimizer", "offload_weights")}
 
 
 def difference(ours: Any, theirs: Any) -> float:

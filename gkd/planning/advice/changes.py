@@ -14,8 +14,9 @@ Value = int | float | bool
 LEVEL_NAMES = {
     1: "the same training, slower",
     2: "more GPUs",
-    3: "memory elsewhere, or shorter texts",
-    4: "adapters instead of the model",
+    3: "the optimizer elsewhere, or shorter texts",
+    4: "weights elsewhere",
+    5: "adapters instead of the model",
 }
 """What a change costs. Changes of a level go with those of the levels before it, where these are not enough."""
 
@@ -64,14 +65,15 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
         Change("actor.gradient_checkpointing", 1, () if actor.gradient_checkpointing else (True,)),
     ]
     if more_gpus is not None:
-        changes.append(Change("actor.offload_optimizer", 3, () if actor.offload_optimizer else (True,)))
+        changes.append(Change("actor.offload_optimizer", 3, () if actor.offloaded else (True,)))
+        changes.append(Change("actor.offload_weights", 4, () if actor.offload_weights else (True,)))
         changes.append(more_gpus)
     ranks = () if config.reference.model.path is not None else (16, 8, 4)  # with adapters it is the student
     r = actor.lora.r
     return [
         *changes,
         *_shorten_texts(config),
-        Change("actor.lora.r", 4, tuple(v for v in ranks if r is None or v < r)),
+        Change("actor.lora.r", 5, tuple(v for v in ranks if r is None or v < r)),
     ]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import Algorithm, Lora
+from gkd.config.actor import Offloaded
 from gkd.planning.layout import F32
 from gkd.planning.shapes import Layers, ModelShape, Weight
 
@@ -24,6 +25,7 @@ NAMES = (
     "weights", "gradients", "optimizer state", "gathered weights", "activations", "logits", "targets",
     "gradients in flight",
 )  # fmt: skip
+ON_THE_WAY = 3.0 * 2 * F32 * (1 << 24)  # slices of moments that come from the host's memory (gkd.actor.optimizer)
 Phase = Mapping[str, float]
 
 
@@ -45,8 +47,9 @@ class Training:
     """Holds the settings of the actor that bear on memory; ``compute`` is the bytes of a number of the compute type.
 
     ``sharded``: whether FSDP2 holds the model; without it nothing is gathered. ``frozen``: bytes of a number of the
-    weights under an adapter. ``offloaded``: whether parameters, gradients and moments are in the host's memory.
-    ``nucleus``: copies of a block's logits that leaving tokens out takes (``rollout.top_p``, top_k, min_p), 0 without.
+    weights under an adapter. ``offloaded``: what is in the host's memory, moments alone (optimizer), or gradients and
+    parameters as well (weights). ``nucleus``: copies of a block's logits that leaving tokens out takes
+    (``rollout.top_p``, top_k, min_p), 0 without.
     ``on_cpu``: whether it is a CPU that computes, a smaller block at a time.
     """
 
@@ -58,7 +61,7 @@ class Training:
     lora: Lora
     sharded: bool = True
     frozen: int = F32
-    offloaded: bool = False
+    offloaded: Offloaded | None = None
     nucleus: int = 0
     on_cpu: bool = True
 
@@ -105,19 +108,19 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
             "gradients in flight": _root_gradient(shape, training),
             "targets": forward["targets"],
         },
-        "optimizer": persistent,
+        "optimizer": persistent | ({"optimizer state": ON_THE_WAY} if training.offloaded == "optimizer" else {}),
     }  # fmt: skip
 
 
 def offloaded_bytes(shape: ModelShape, training: Training) -> float:
-    """Return the bytes that a rank has in its host's memory: all that is there between micro-batches, if offloaded."""
-    whole, on_gpu = (_persistent_items(shape, replace(training, offloaded=offloaded)) for offloaded in (False, True))
-    return sum(whole.values()) - sum(on_gpu.values()) if training.offloaded else 0.0
+    """Return the bytes that a rank has in its host's memory, of what is there between micro-batches."""
+    whole, on_gpu = _persistent_items(shape, replace(training, offloaded=None)), _persistent_items(shape, training)
+    return sum(whole.values()) - sum(on_gpu.values())
 
 
 def checkpoint_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes of the host's memory that a rank's copy of its trained weights and moments takes when saved."""
-    return 3 * _persistent_items(shape, replace(training, offloaded=False))["gradients"]
+    return 3 * _persistent_items(shape, replace(training, offloaded=None))["gradients"]
 
 
 def _persistent_items(shape: ModelShape, training: Training) -> dict[str, float]:
@@ -129,12 +132,12 @@ def _persistent_items(shape: ModelShape, training: Training) -> dict[str, float]
         packed = NF4 * sum(count * w.size for count, w in linear)
     adapters = sum(count * w.shard_size(training.world) for count, w in adapter_weights(shape, training.lora))
     trained = whole if training.lora.r is None else adapters
-    if training.offloaded:
+    if training.offloaded == "weights":
         return {"weights": packed, "gradients": 0.0, "optimizer state": 0.0}
     return {
         "weights": float((F32 if training.lora.r is None else training.frozen) * whole + F32 * adapters + packed),
         "gradients": float(F32 * trained),
-        "optimizer state": float(2 * F32 * trained),
+        "optimizer state": 0.0 if training.offloaded else float(2 * F32 * trained),
     }
 
 

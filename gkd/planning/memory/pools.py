@@ -106,7 +106,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
         actor.loss_chunk,
         actor.lora,
         frozen=F32 if is_cpu else layout.compute_bytes,
-        offloaded=actor.offload_optimizer and not is_cpu,
+        offloaded=None if is_cpu else actor.offloaded,
         nucleus=truncation_copies(layout.config, is_cpu),
         on_cpu=is_cpu,
     )

@@ -241,7 +241,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     moved = 0.0 if world == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
     link = hardware.link if nnodes == 1 else hardware.network
     a_micro = max(micro * (layers + head) / hardware.flops, moved / link)
-    if actor.offload_optimizer and not hardware.is_cpu:
+    if actor.offloaded == "weights" and not hardware.is_cpu:
         # Weights come over twice and gradients go back once for every micro-batch; the host does the optimizer's step.
         over_host_link = (2 * layout.compute_bytes if lora else 3 * F32) * shape.n_parameters / world
         a_micro = max(a_micro, over_host_link / HOST_LINK)
@@ -258,9 +258,13 @@ def adam_s(layout: Layout, world: int) -> float:
     actor, hardware = layout.config.actor, layout.hardware
     if actor.lora.r is not None:
         return 0.0
-    on_host = actor.offload_optimizer and not hardware.is_cpu
-    speed = HOST_MEMORY if on_host else hardware.bandwidth * READ_EFFICIENCY
-    return 7 * F32 * layout.models.student.n_parameters / world / speed
+    size = F32 * layout.models.student.n_parameters / world
+    offloaded = None if hardware.is_cpu else actor.offloaded
+    if offloaded == "weights":
+        return 7 * size / HOST_MEMORY
+    on_device = 7 * size / (hardware.bandwidth * READ_EFFICIENCY)
+    # Two moments come, and go at the same time.
+    return max(on_device, 2 * size / HOST_LINK) if offloaded == "optimizer" else on_device
 
 
 def sync_s(layout: Layout, world: int) -> float:

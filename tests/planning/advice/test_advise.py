@@ -146,7 +146,7 @@ def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
     [
         (4000, ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b", "plan.gpu_type=a100-40gb",
                 "placement=3gpu", "actor.lora.r=64")),
-        (350, ("+recipe=on_policy_distill", "model.size=32b", "teacher.model.size=72b", "plan.gpu_type=h200",
+        (1000, ("+recipe=on_policy_distill", "model.size=32b", "teacher.model.size=72b", "plan.gpu_type=h200",
                "placement=single_gpu")),
         (1000, ("+recipe=distill_and_reward", "model.size=3b", "teacher.model.size=1.5b", "plan.gpu_type=rtx-3060",
                 "placement=single_gpu", "algorithm.kl.coef=0.1")),
@@ -192,7 +192,7 @@ def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
     }))  # fmt: skip
     case = (*GRPO, "plan.gpu_type=a100-40gb", "algorithm.kl.coef=0.1", f"reference.model.path={tmp_path}")
     advice = advise(layout_of(*case), "actor")
-    assert [one.level for one in advice] == [1, 2, 3]
+    assert [one.level for one in advice] == [1, 2, 3, 4]
     for one in advice:
         assert _memory(layout_of(*case, *one.overrides().split()), "actor").fits
 
@@ -214,9 +214,9 @@ def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:
 
 def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
     advice = advise(layout_of(*CASES["actor"]), "actor")
-    assert [one.level for one in advice] == [1, 2, 3, 4]
+    assert [one.level for one in advice] == [1, 2, 3, 4, 5]
     assert list(advice[0].settings) == ["actor.max_tokens_per_micro_batch"]
-    assert "actor.lora.r" in advice[3].settings
+    assert "actor.lora.r" in advice[4].settings
     assert advice[0].saves > 0
 
 
@@ -264,10 +264,23 @@ def test_a_run_is_advised_no_more_gpus_than_there_are(gpus: tuple[int, ...], mor
 def test_gpus_that_no_group_has_are_advised_before_the_hosts_memory() -> None:
     """Of eight GPUs the engines have three and no teacher takes the others."""
     s = layout_of("+recipe=grpo", "model.size=7b", "placement=8gpu", "plan.gpu_type=h100-80gb")
-    gpus, host = advise(s, "actor")[:2]
+    gpus, moments, weights = advise(s, "actor")[:3]
     assert (gpus.settings["trainer.n_gpus_per_node"], gpus.host) == (5, 0)
-    assert gpus.slower < 1 < host.slower
-    assert host.host > 0
+    assert gpus.slower < 1 < weights.slower
+    assert 0 < moments.host < weights.host
+
+
+def test_moments_go_to_the_host_before_weights_do() -> None:
+    """The actor of docs/planning.md has no more GPUs; weights come over the host's link for every micro-batch."""
+    s = layout_of(
+        "+recipe=on_policy_distill", "placement=8gpu", "model.size=7b", "teacher.model.size=32b",
+        "plan.gpu_type=h100-80gb", "trainer.batch_size=1024", "rollout.n=4", "rollout.max_response_length=8192",
+        "plan.prompt_length=500", "plan.response_length=3000",
+    )  # fmt: skip
+    moments, weights = advise(s, "actor")[:2]
+    assert moments.settings == {"actor.gradient_checkpointing": True, "actor.offload_optimizer": True}
+    assert weights.settings == {"actor.offload_weights": True}
+    assert moments.slower < weights.slower and moments.host < weights.host
 
 
 def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:

@@ -40,10 +40,14 @@ def test_a_group_has_what_those_on_its_gpu_leave() -> None:
 
 
 def test_what_is_in_the_hosts_memory_is_not_on_the_gpu() -> None:
-    here, there = planned()["actor"], planned("actor.offload_optimizer=true")["actor"]
+    here = planned()["actor"]
     moved = [here.items[name] for name in ("weights", "gradients", "optimizer state")]
-    assert not {"gradients", "optimizer state"} & there.items.keys()
-    assert here.total - there.total > 0.5 * sum(moved)
+    moments, all_of_it = (planned(f"actor.{its}=true")["actor"] for its in ("offload_optimizer", "offload_weights"))
+    assert moments.host == moved[2] and all_of_it.host == sum(moved)
+    assert [moments.items[name] for name in ("weights", "gradients")] == moved[:2]
+    assert not {"gradients", "optimizer state"} & all_of_it.items.keys()
+    assert here.total - moments.total > 0.5 * moved[2]
+    assert moments.total - all_of_it.total > 0.5 * sum(moved[:2])
 
 
 def test_weights_under_adapters_are_bfloat16_and_four_bit_ones_a_quarter_of_that() -> None:

@@ -225,7 +225,9 @@ def test_streaming_is_what_a_run_of_the_layout_would_do() -> None:
 # The example of docs/planning.md.
 EXAMPLE = ("+recipe=on_policy_distill", "placement=8gpu", "model.size=7b", "teacher.model.size=32b",
            "plan.gpu_type=h100-80gb", "trainer.batch_size=1024", "rollout.n=4", "rollout.max_response_length=8192",
-           "plan.prompt_length=500", "plan.response_length=3000", "actor.offload_optimizer=true")  # fmt: skip
+           "plan.prompt_length=500", "plan.response_length=3000")  # fmt: skip
+MOMENTS = (*EXAMPLE, "actor.offload_optimizer=true", "actor.gradient_checkpointing=true")
+WEIGHTS = (*EXAMPLE, "actor.offload_weights=true")
 
 
 def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
@@ -233,20 +235,22 @@ def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
 
     It works as long as without streaming, so no schedule takes less at staleness 0, nor beyond it.
     """
-    whole = simulate_layout(layout_of(*EXAMPLE, "schedule.streaming=false"), 0)
-    streamed, ahead = (simulate_layout(layout_of(*EXAMPLE), staleness) for staleness in (0, 1))
+    whole = simulate_layout(layout_of(*MOMENTS, "schedule.streaming=false"), 0)
+    streamed, ahead = (simulate_layout(layout_of(*MOMENTS), staleness) for staleness in (0, 1))
     actor = whole.busy["actor"]
     assert [step.busy["actor"] for step in (streamed, ahead)] == pytest.approx([actor, actor])
     assert whole.seconds == pytest.approx(whole.scored + actor)
     assert actor <= streamed.seconds <= actor + streamed.generate < whole.seconds
     assert ahead.seconds == pytest.approx(actor, rel=0.001)
-    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [7439, 6572, 6399]
-    larger = "actor.max_tokens_per_micro_batch=11264"
-    layouts = layout_of(*EXAMPLE, larger, "schedule.streaming=false"), layout_of(*EXAMPLE, larger)
-    assert [round(simulate_layout(layout, 0).seconds) for layout in layouts] == [5694, 4839]
-    (memory,) = (group for group in all_memory(layouts[1]) if group.group == "actor")
-    assert memory.fits and round(memory.total / 1e9, 1) == 82.6
-    fastest = best_splits(layout_of(*EXAMPLE), 8)[0]
+    assert [round(step.seconds) for step in (whole, streamed, ahead)] == [4590, 3744, 3551]
+    larger = layout_of(*WEIGHTS, "actor.max_tokens_per_micro_batch=11264")
+    by_weights = [round(simulate_layout(layout, 0).seconds) for layout in (layout_of(*WEIGHTS), larger)]
+    assert by_weights == [6572, 4839]
+    memory = [next(group for group in all_memory(layout) if group.group == "actor")
+              for layout in (layout_of(*MOMENTS), larger)]  # fmt: skip
+    assert all(group.fits for group in memory)
+    assert [round(group.total / 1e9, 1) for group in memory] == [73.3, 82.6]
+    fastest = best_splits(layout_of(*WEIGHTS), 8)[0]
     assert fastest.gpus == {"actor": 3, "rollout": 1, "teacher": 4}
     assert round(fastest.step.seconds) == 1172
 

@@ -107,16 +107,26 @@ def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:
     assert update_s(slow, 8, 1) == update_s(fast, 8, 1)
 
 
+LONG = ("+recipe=grpo", "model.size=7b", "plan.gpu_type=h100-80gb", "trainer.batch_size=1024", "rollout.n=4",
+        "plan.prompt_length=500", "plan.response_length=3000")  # fmt: skip
+
+
 def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
     """As many as the budget makes of the batch, however long a response may be and whatever packs are padded to."""
-    large = ("+recipe=grpo", "model.size=7b", "plan.gpu_type=h100-80gb", "actor.offload_optimizer=true",
-             "trainer.batch_size=1024", "rollout.n=4", "plan.prompt_length=500",
-             "plan.response_length=3000")  # fmt: skip
-    layouts = [layout_of(*large, f"rollout.max_response_length={longest}", f"actor.compile={compiles}")
+    there = (*LONG, "actor.offload_weights=true")
+    layouts = [layout_of(*there, f"rollout.max_response_length={longest}", f"actor.compile={compiles}")
                for longest in (4096, 8192) for compiles in ("auto", "false")]  # fmt: skip
     times = [update_s(layout, 1, 1) - adam_s(layout, 1) for layout in layouts]
     moved = 3 * 4 * layouts[0].models.student.n_parameters  # weights twice, gradients once
     assert times == pytest.approx([4096 * 3500 / 8192 * moved / HOST_LINK] * 4)
+
+
+def test_moments_cross_the_hosts_link_once_a_step() -> None:
+    """Each way at the same time, beside which the update takes what it takes without."""
+    plain, there = (layout_of(*LONG, f"actor.offload_optimizer={value}") for value in ("false", "true"))
+    assert adam_s(there, 1) == pytest.approx(2 * 4 * plain.models.student.n_parameters / HOST_LINK)
+    assert adam_s(there, 1) > adam_s(plain, 1)
+    assert update_s(there, 1, 1) - adam_s(there, 1) == pytest.approx(update_s(plain, 1, 1) - adam_s(plain, 1))
 
 
 @pytest.mark.parametrize(
