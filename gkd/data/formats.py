@@ -1,13 +1,21 @@
-"""Readers of single files: JSON Lines, JSON, CSV and Parquet, one row at a time where the format allows it."""
+"""Readers of single files: JSON Lines, JSON, CSV and Parquet, one row at a time where the format allows it.
+
+All but Parquet may be compressed (``.gz``).
+"""
 
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+from gkd.data.layouts import is_conversation
 from gkd.data.row import Row
 from gkd.errors import ConfigError, one_line
 
@@ -17,7 +25,7 @@ CSV_FIELD_BYTES = 1 << 30  # Python's limit is 128 KiB, which a long document ex
 def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield an object a line; blank lines count as lines. Raises ConfigError naming the line that is no object."""
     # Bytes, so that a line that is no UTF-8 can be named.
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, raw in enumerate(lines, start=1):
             place = f"{path} line {number}"
             try:
@@ -32,11 +40,12 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 def read_json(path: Path) -> Iterator[Row]:
     """Yield the objects of a list; also of the one list within an object, such as ``{"data": [...]}``.
 
-    What begins with a complete object on its first line is read as JSON Lines, which ``datasets`` writes under this
-    suffix, too. The file is held in memory.
+    An object without such a list is a row. What begins with a complete object on its first line is read as JSON Lines,
+    which ``datasets`` writes under this suffix, too. The file is held in memory.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with _open(path) as file:
+            text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
     if not text.strip():
@@ -46,11 +55,8 @@ def read_json(path: Path) -> Iterator[Row]:
         return
     content = _parse(text, str(path))
     if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        if len(lists) != 1:
-            count = "none" if not lists else f"{len(lists)} lists"
-            raise ConfigError(f"{path} is an object with {count} of rows in it: expected a list of rows, or one in it")
-        (content,) = lists
+        lists = [value for value in content.values() if _is_list_of_rows(value)]
+        content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
         raise ConfigError(f"{path} is not a list of rows but {_kind(content)}")
     for number, values in enumerate(content, start=1):
@@ -66,8 +72,9 @@ def read_csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(CSV_FIELD_BYTES)
     reader: Any = None
     try:
-        with path.open(encoding="utf-8-sig", newline="") as text:
-            reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+            delimiter = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ","
+            reader = csv.reader(text, delimiter=delimiter, strict=True)
             header: list[str] = next(reader, [])
             if len(set(header)) < len(header):
                 twice = next(name for name in header if header.count(name) > 1)
@@ -97,6 +104,30 @@ def read_parquet(path: Path) -> Iterator[Row]:
                 yield Row(values, f"{path} row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"data file {path} is not a readable Parquet file: {one_line(error)}") from None
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open the file to read its bytes, those that a ``.gz`` holds. Raises ConfigError for a compressed one's fault."""
+    if path.suffix.lower() != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as file:
+            yield cast("IO[bytes]", file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"data file {path} cannot be decompressed: {one_line(error)}") from None
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    """Return whether ``value`` is a list of objects that are not the messages of a single row."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and not is_conversation(value)
+        and all(isinstance(row, dict) for row in value)
+    )
 
 
 def _parse(text: str, place: str) -> Any:

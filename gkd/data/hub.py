@@ -23,7 +23,7 @@ def looks_like_a_name(text: str) -> bool:
 
     What ends like a file, such as ``questions.txt``, is none.
     """
-    return _NAME.fullmatch(text) is not None and re.fullmatch(r"\.[a-z]+", Path(text).suffix) is None
+    return _NAME.fullmatch(text) is not None and re.fullmatch(r"\.[a-zA-Z]+", Path(text).suffix) is None
 
 
 def read_directory(path: Path, part: str) -> Iterator[Row]:

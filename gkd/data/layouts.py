@@ -90,6 +90,11 @@ def is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
+def is_conversation(value: Any) -> bool:
+    """Return whether ``value`` is a list of messages, with role and content or as ShareGPT has them."""
+    return _is_sharegpt(value) or (isinstance(value, list) and bool(value) and all(map(is_message, value)))
+
+
 def require_text_alone(row: Row) -> None:
     """Raise ConfigError for a row with a picture, sound or film, without which its question is another."""
     for column in MEDIA_COLUMNS:

@@ -1,11 +1,13 @@
-"""Rows of a data set: a file, a directory, or a name in the local Hugging Face cache.
+"""Rows of a data set: a file or several, a directory, or a name in the local Hugging Face cache.
 
 Every mistake ends in one line that names the file and, where there is one, the line.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from gkd.config import user_path
@@ -28,9 +30,10 @@ FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
 def read_rows(file: str) -> Iterator[Row]:
     """Yield rows of ``file`` in its order.
 
-    ``file`` is a file whose suffix is in :data:`FORMATS`; a directory that ``datasets`` wrote or can load; or the name
-    of a data set in the local Hugging Face cache. The latter two may be followed by ``:SUBSET``, ``:SPLIT`` or both.
-    Raises ConfigError when it is missing, has no rows, is of an unknown format, or is not what its suffix names.
+    ``file`` is a file whose suffix is in :data:`FORMATS`, or a pattern with ``*`` or ``?`` for several, by name; a
+    directory that ``datasets`` wrote or can load; or the name of a data set in the local Hugging Face cache. The latter
+    two may be followed by ``:SUBSET``, ``:SPLIT`` or both. Raises ConfigError when it is missing, has no rows, is of an
+    unknown format, or is not what its suffix names.
     """
     n_rows = 0
     for row in _rows(file):
@@ -48,6 +51,8 @@ def _rows(file: str) -> Iterator[Row]:
                 f"data file {file} is an address, and nothing is downloaded: name a file, a directory of datasets, or "
                 "a data set in the local Hugging Face cache"
             )
+        if "*" in file or "?" in file:
+            return chain.from_iterable(map(read_rows, _match(file)))
         directory, _, part = file.partition(":")
         if part and user_path(directory).is_dir():
             return read_directory(user_path(directory), part)
@@ -58,9 +63,18 @@ def _rows(file: str) -> Iterator[Row]:
         return read_directory(path, "")
     if not path.is_file():
         raise ConfigError(f"data file {file} is no file")
-    if path.suffix not in FORMATS:
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if suffix not in FORMATS or (suffix == ".parquet" and path.suffix.lower() == ".gz"):
         raise ConfigError(
-            f"data file {file} is of an unknown format: expected {', '.join(FORMATS)}, a directory of datasets, or a "
-            "name in the local Hugging Face cache"
+            f"data file {file} is of an unknown format: expected {', '.join(FORMATS)}, text also as .gz, a directory "
+            "of datasets, or a name in the local Hugging Face cache"
         )
-    return FORMATS[path.suffix](path)
+    return FORMATS[suffix](path)
+
+
+def _match(pattern: str) -> list[str]:
+    """Return the files that a pattern stands for, ``**`` also for directories. Raises ConfigError for none."""
+    files = sorted(glob.glob(str(user_path(pattern)), recursive=True))  # noqa: PTH207 - of any path
+    if not files:
+        raise ConfigError(f"data file {pattern} does not exist: no file's name is like it")
+    return files
