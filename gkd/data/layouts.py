@@ -69,7 +69,7 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
         value = _content(row, key, last) if last["role"] == "assistant" else None
     answers = value if isinstance(value, list) else [value]
     for answer in answers:
-        if isinstance(answer, list | dict):
+        if isinstance(answer, list | dict | bytes):
             kind = type(answer).__name__
             raise ConfigError(
                 f"{row.place}: {key!r} is or holds a {kind}; an answer is text, a number, a list of these, or messages"

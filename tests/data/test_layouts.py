@@ -81,6 +81,13 @@ def test_several_answers(value: Any, answers: tuple[str, ...]) -> None:
     assert read({"prompt": "q", "a": value}, answer_key="a")[1] == answers
 
 
+@pytest.mark.parametrize("value", [b"a", [b"a"]])
+def test_bytes_are_no_answer(value: Any) -> None:
+    """A binary column of Parquet: Python would write it as b'a'."""
+    with pytest.raises(ConfigError, match=r"x line 1: 'a' .*bytes"):
+        read({"prompt": "q", "a": value}, answer_key="a")
+
+
 @pytest.mark.parametrize("column", ["image", "images", "audio", "videos"])
 def test_pictures_and_sound_are_refused_by_name(column: str) -> None:
     require_text_alone(Row({"prompt": "a", column: None}, "x line 1"))
