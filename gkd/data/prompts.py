@@ -92,16 +92,15 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: int, columns: bool) -> Iterator[Prompt]:
-    key = prompt_key(rows[0], data)
     for row in rows:
         require_text_alone(row)
-    values = [question_of(row, key, data) for row in rows]
+    values = [question_of(row, prompt_key(row, data), data) for row in rows]
     answers = [answers_of(row, data) for row in rows]
-    texts, ids = _tokenise(rows, key, values, tokenizer, data)
+    texts, ids = _tokenise(rows, values, tokenizer, data)
     for offset, (text, token_ids, value, right) in enumerate(zip(texts, ids, values, answers, strict=True)):
         row = rows[offset]
         if not token_ids:
-            raise ConfigError(f"{row.place}: the prompt in {key!r} has no tokens")
+            raise ConfigError(f"{row.place}: the prompt in {prompt_key(row, data)!r} has no tokens")
         prompt = Prompt(
             id=first_id + offset,
             token_ids=np.asarray(token_ids, dtype=np.int32),
@@ -127,9 +126,7 @@ def _require_text(row: Row, key: str | None, text: str) -> None:
         raise ConfigError(f"{row.place}: {key!r} holds half of a surrogate pair, which is no text") from None
 
 
-def _tokenise(
-    rows: list[Row], key: str, values: list[Any], tokenizer: Any, data: Data
-) -> tuple[list[str], list[list[int]]]:
+def _tokenise(rows: list[Row], values: list[Any], tokenizer: Any, data: Data) -> tuple[list[str], list[list[int]]]:
     """Return text and token ids of each row's prompt; strings and messages may be mixed.
 
     Of a prompt that has more than :data:`LENGTHS_COUNTED` times ``data.max_prompt_length`` tokens, only so many that
@@ -137,11 +134,11 @@ def _tokenise(
     """
     longest, texts = data.max_prompt_length, []
     for row, value in zip(rows, values, strict=True):
+        key = prompt_key(row, data)
         if not isinstance(value, str) and not (value and isinstance(value, list) and all(map(is_message, value))):
             raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
         texts.append(value if isinstance(value, str) else render(row, key, value, tokenizer, data))
-    for row, text in zip(rows, texts, strict=True):
-        _require_text(row, key, text)
+        _require_text(row, key, texts[-1])
     ids: list[list[int]] = [[]] * len(texts)
     # A template writes its special tokens itself, so they must not be added a second time.
     for templated in (False, True):

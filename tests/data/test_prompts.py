@@ -74,6 +74,17 @@ def test_strings_and_messages_may_be_mixed(tmp_path: Path) -> None:
     assert [p.token_ids.tolist() for p in prompts] == [[A], [USER, B, ASSISTANT], [C]]
 
 
+def test_every_row_has_its_own_column_of_the_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"messages": [message("user", "b")]}, {"conversations": [{"from": "human", "value": "c"}]}]
+    for turned in (rows, rows[::-1]):
+        prompts = load(tmp_path, turned).prompts
+        assert [p.token_ids.tolist() for p in prompts] == [
+            {"prompt": [A], "messages": [USER, B, ASSISTANT], "conversations": [USER, C, ASSISTANT]}[next(iter(row))]
+            for row in turned
+        ]
+    assert contains_in_order(complaint(tmp_path, [*rows, {"text": "a"}]), "line 4", "'prompt'", "text")
+
+
 def test_a_column_named_prompt_comes_before_messages(tmp_path: Path) -> None:
     assert load(tmp_path, [{"prompt": "a", "messages": [message("user", "b")]}]).prompts[0].text == "a"
 
