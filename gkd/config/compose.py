@@ -116,7 +116,19 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
         if choice not in (None, "none", *choices[group]):
             choices_text = f"{suggest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
             raise ConfigError(f"{file}: {group}={choice}: no such choice{choices_text}")
-    return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, escape(values)
+    return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, _with_text_names(
+        escape(values)
+    )
+
+
+def _with_text_names(value: Any) -> Any:
+    """Return a value, or a tree of such, in which names that look like numbers are text: ``data.val_sets.1.0.files``."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        str(name) if isinstance(name, int | float) and not isinstance(name, bool) else name: _with_text_names(below)
+        for name, below in value.items()
+    }
 
 
 def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> dict[str, Any]:
@@ -131,7 +143,7 @@ def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> di
                 if isinstance(parent, DictConfig):
                     parent.pop(name, None)
             else:
-                OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+                OmegaConf.update(tree, key, _with_text_names(override.value()), merge=True, force_add=True)
         if "${" in str(tree):  # which may mean a setting's default
             tree = OmegaConf.merge(_defaults(), tree)
         resolved = OmegaConf.to_container(tree, resolve=True)

@@ -128,6 +128,19 @@ def test_names_of_models_and_sets_may_have_dots_and_dashes() -> None:
         compose(["+recipe=grpo", "data.val_sets.v2.0.fils=[a]"])
 
 
+def test_names_of_models_and_sets_may_be_numbers(tmp_path: Path) -> None:
+    """YAML and Hydra's grammar read them as such; a run's own file, merged with more settings, has the same names."""
+    file = tmp_path / "own.yaml"
+    file.write_text("data:\n  val_sets:\n    1.0: {files: [a]}\n    2: {files: [b]}\n")
+    config = compose(["+recipe=grpo", str(file), "data.val_sets.3.1.files=[c]", "data.val_sets.1.0.every=5"])
+    assert [(name, own.files, own.every) for name, own in config.data.val_sets.items()] == [
+        ("1.0", ["a"], 5), ("2", ["b"], None), ("3.1", ["c"], None)
+    ]  # fmt: skip
+    file.write_text(dump_yaml(config))
+    assert compose([str(file), "data.val_sets.1.0.every=5"]) == config
+    assert compose(["models.2=/a", "evaluate.sets.1.0.files=[a]"]).models == {"2": "/a"}
+
+
 def test_groups_and_settings_take_a_plus_or_none_and_may_name_each_other() -> None:
     assert compose(["+rollout.n=3", "recipe=grpo", "+placement=cpu"]) == compose(
         ["rollout.n=3", "+recipe=grpo", "placement=cpu"]
