@@ -122,7 +122,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _with_text_names(value: Any) -> Any:
-    """Return a value, or a tree of such, in which names that look like numbers are text: ``data.val_sets.1.0.files``."""
+    """Return a value, or a tree of such, in which names that look like numbers are text, as a set's may."""
     if not isinstance(value, Mapping):
         return value
     return {

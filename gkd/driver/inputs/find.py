@@ -296,7 +296,9 @@ def _require_answers(config: Config, train: PromptSet) -> None:
         return
     lacking = [prompt for prompt in train.prompts if not (prompt.answer or "").strip()]
     if len(lacking) == len(train.prompts) and config.data.answer_key is None:
-        raise ConfigError(f"data.answer_key is not set, the training rows have no {VERL_ANSWER}, and {why}")
+        raise ConfigError(
+            f"data.answer_key is not set, the training rows have no text or number as {VERL_ANSWER}, and {why}"
+        )
     if lacking:
         raise ConfigError(
             f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(train.prompts)} training prompts have "

@@ -81,6 +81,13 @@ def test_a_row_without_the_tests_that_its_reward_runs_is_found_before_anything_i
         assert len(find_inputs(config, lambda line: None).train.prompts) == 2
 
 
+def test_a_ground_truth_that_is_a_mapping_is_not_called_absent(models: Path) -> None:
+    file = models / "countdown.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}) + "\n")
+    with pytest.raises(ConfigError, match=r"answer_key .* text or .*reward_model\.ground_truth.*accuracy"):
+        find_inputs(own(models, "base", train_files=[str(file)], answer_key=None), lambda line: None)
+
+
 def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(models: Path, tmp_path: Path) -> None:
     def fingerprints(name: str, answer: str) -> dict[str, str]:
         file = tmp_path / name
