@@ -42,40 +42,54 @@ class PromptSet:
 def load_prompts(
     files: Sequence[str], data: Data, tokenizer: Any, limit: int | None = None, columns: bool = False
 ) -> PromptSet:
-    """Return prompts of ``files`` in their order, at most ``limit`` of them; ids count rows over all files from 0.
+    """Return prompts of ``files`` in their order, at most ``limit`` of them; as :func:`read_prompts`.
 
-    ``columns``: whether prompts keep all of their rows.
+    Raises ConfigError also when no prompt fits into ``data.max_prompt_length``.
+    """
+    kept: list[Prompt] = []
+    n_too_long, shortest = 0, 0
+    longest = data.max_prompt_length
+    for prompts in read_prompts(files, data, tokenizer, columns):
+        for prompt in prompts:
+            length = len(prompt.token_ids)
+            if length <= longest:
+                kept.append(prompt)
+            else:
+                n_too_long += 1
+                shortest = min(shortest, length) if shortest else length
+        if limit is not None and len(kept) >= limit:
+            return PromptSet(kept[:limit], n_too_long)
+    if not kept:
+        raise make_too_long_error(files, longest, shortest)
+    return PromptSet(kept, n_too_long)
+
+
+def read_prompts(files: Sequence[str], data: Data, tokenizer: Any, columns: bool = False) -> Iterator[Sequence[Prompt]]:
+    """Yield prompts of ``files`` in their order, of any length, some at a time; ids count rows over all files from 0.
+
+    ``columns``: whether prompts keep all of their rows. Of a prompt that has more than :data:`LENGTHS_COUNTED` times
+    ``data.max_prompt_length`` tokens, only so many are there that this is certain.
 
     A string is tokenised with the tokenizer's own special tokens; a list of messages goes through its chat template,
     without the assistant's turns at its end; :func:`gkd.data.templates.question_of` states which of them is asked.
-    Raises ConfigError for whatever is wrong with a file, a row or a template, and when no prompt fits into
-    ``data.max_prompt_length``.
+    Raises ConfigError for whatever is wrong with a file, a row or a template.
     """
-    kept: list[Prompt] = []
-    n_too_long, shortest, first_id = 0, 0, 0
-    longest = data.max_prompt_length
+    first_id = 0
     require_template(tokenizer, data)
     for number, file in enumerate(files):
         rows = read_rows(file)
         while chunk := list(islice(rows, TOKENISED_AT_ONCE)):
-            for prompt in _prompts(chunk, data, tokenizer, first_id, number, columns):
-                length = len(prompt.token_ids)
-                if length <= longest:
-                    kept.append(prompt)
-                else:
-                    n_too_long += 1
-                    shortest = min(shortest, length) if shortest else length
+            yield list(_prompts(chunk, data, tokenizer, first_id, number, columns))
             first_id += len(chunk)
-            if limit is not None and len(kept) >= limit:
-                return PromptSet(kept[:limit], n_too_long)
-    if not kept:
-        bound = LENGTHS_COUNTED * longest
-        has = f"{shortest}" if shortest <= bound else f"more than {bound}"
-        raise ConfigError(
-            f"data.max_prompt_length={longest}: every prompt in {', '.join(files)} is longer, "
-            f"the shortest has {has} tokens"
-        )
-    return PromptSet(kept, n_too_long)
+
+
+def make_too_long_error(files: Sequence[str], longest: int, shortest: int) -> ConfigError:
+    """Return the error of ``files`` without a prompt of at most ``longest`` tokens; the ``shortest`` has so many."""
+    bound = LENGTHS_COUNTED * longest
+    has = f"{shortest}" if shortest <= bound else f"more than {bound}"
+    return ConfigError(
+        f"data.max_prompt_length={longest}: every prompt in {', '.join(files)} is longer, the shortest has {has} tokens"
+    )
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

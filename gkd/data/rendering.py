@@ -117,18 +117,26 @@ def with_teacher_ids(prompts: PromptSet, teachers: Mapping[str, Renderer], longe
     for name, teacher in teachers.items():
         chosen = [prompt for prompt in prompts.prompts if teacher_of(prompt) == name]
         by_id |= zip((prompt.id for prompt in chosen), teacher.token_ids(chosen), strict=True)
-    short_enough = [
+    seen = [
         prompt if np.array_equal(prompt.token_ids, by_id[prompt.id]) else replace(prompt, teacher_ids=by_id[prompt.id])
         for prompt in prompts.prompts
-        if len(by_id[prompt.id]) <= longest
     ]
-    if not short_enough:
-        shortest = min(map(len, by_id.values()))
+    return drop_long(PromptSet(seen, prompts.n_too_long), longest)
+
+
+def drop_long(prompts: PromptSet, longest: int) -> PromptSet:
+    """Return the prompts without those that the teacher sees as more than ``longest`` tokens.
+
+    Raises ConfigError where none is left.
+    """
+    lengths = [len(prompt.teacher_prompt_ids) for prompt in prompts.prompts]
+    short = [prompt for prompt, length in zip(prompts.prompts, lengths, strict=True) if length <= longest]
+    if lengths and not short:
         raise ConfigError(
             f"data.max_prompt_length={longest}: every prompt is longer as the teacher sees it "
-            f"(teacher.chat_template), the shortest has {shortest} tokens"
+            f"(teacher.chat_template), the shortest has {min(lengths)} tokens"
         )
-    return PromptSet(short_enough, prompts.n_too_long + len(prompts.prompts) - len(short_enough))
+    return PromptSet(short, prompts.n_too_long + len(lengths) - len(short))
 
 
 def _differing_texts(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:

@@ -54,8 +54,33 @@ def test_prompts_are_shown_as_student_and_teacher_see_them(files: Path, capsys: 
 def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(files)) == 2
     assert "prompted differently" in capsys.readouterr().err
-    assert main([*arguments(files, "long.jsonl"), "teacher.chat_template=student"]) == 2
-    assert "data.max_prompt_length=10" in capsys.readouterr().err
+
+
+def test_prompts_that_are_all_far_too_long_are_counted(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for template in ("student", "own"):
+        assert main([*arguments(files, "long.jsonl"), f"teacher.chat_template={template}"]) == 2
+        printed = capsys.readouterr()
+        train, val = printed.out.split("=== data.val_files")
+        (left_out,) = [line for line in train.splitlines() if "left out" in line]
+        assert re.findall(r"\d+", left_out) == ["1", "10", "10"] and re.search(r"more than 10 +1 ", train)
+        assert "row 1" in val and contains_in_order(printed.err, "data.max_prompt_length=10", "long.jsonl", "20")
+
+
+def test_rows_are_those_of_their_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = f"data.train_files=[{files}/q.jsonl,{files}/long.jsonl,{files}/q.jsonl]"
+    assert main([*arguments(files), train, "teacher.chat_template=student", "--rows", "1"]) == 0
+    assert re.findall(r"row \d+", capsys.readouterr().out) == ["row 1"] * 3
+
+
+def test_a_reference_has_its_say_in_how_long_a_prompt_may_be(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = save_model(files / "short", tokenizer=word_tokenizer(template=TEMPLATE))
+    config = json.loads((reference / "config.json").read_text())
+    (reference / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 12}))
+    own = [a for a in arguments(files) if "teacher" not in a]
+    own[1] = "+recipe=grpo"
+    own += ["algorithm.kl.coef=0.1", f"reference.model.path={reference}", "rollout.max_response_length=8"]
+    assert main(own) == 0
+    assert "longer than 4 tokens" in capsys.readouterr().out
 
 
 def test_what_can_be_shown_and_not_be_used_ends_with_the_runs_own_refusal(

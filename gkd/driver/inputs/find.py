@@ -76,7 +76,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     _require_known(config)
     student, scorers, train, val = find_files(config, report)
     if config.has_reference_group:
-        scorers["reference"] = _reference(config, student)
+        scorers["reference"] = find_reference(config, student)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers, models["student"])
@@ -112,11 +112,30 @@ def load_data(
     longest: int,
     report: Callable[[str], None],
 ) -> tuple[dict[str, PromptSet], ModelInfo]:
-    """Load the prompts in ``files``, by train and val, with what is learned from.
+    """Load the prompts in ``files``, by train and val, with what is learned from; states what is left out.
 
     Returns them and the student with the end of turns that they show. Raises ConfigError for what cannot be used.
     """
-    prompts = _load_prompts(config, files, scorers, tokenizer, longest, report)
+    data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
+    limits, columns = {"train": None, "val": config.data.val_limit}, needs_columns(config)
+    read = {name: load_prompts(own, data, tokenizer, limits[name], columns) for name, own in files.items()}
+    prompts = see_as_teachers(config, read, scorers, tokenizer, data.max_prompt_length)
+    for name, loaded in prompts.items():
+        if loaded.n_too_long:
+            left_out = f"{loaded.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
+            report(f"data.{name}_files: {left_out}, {len(loaded.prompts)} are used")
+    return settle_data(config, prompts, tokenizer, student)
+
+
+def needs_columns(config: Config) -> bool:
+    """Return whether prompts keep all of their rows."""
+    return bool(config.algorithm.policy_weight and config.reward.functions_needing_columns())
+
+
+def settle_data(
+    config: Config, prompts: dict[str, PromptSet], tokenizer: Any, student: ModelInfo
+) -> tuple[dict[str, PromptSet], ModelInfo]:
+    """Return prompts, by train and val, with the answers that are learned from; otherwise as :func:`load_data`."""
     _require_answers(config, prompts["train"])
     _require_columns(config, prompts)
     end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
@@ -137,32 +156,17 @@ def read_models(student: str, scorers: Mapping[str, str], tokenizer: Any) -> dic
     return models
 
 
-def _load_prompts(
-    config: Config,
-    files: Mapping[str, list[str]],
-    scorers: Mapping[str, str],
-    tokenizer: Any,
-    longest: int,
-    report: Callable[[str], None],
+def see_as_teachers(
+    config: Config, prompts: Mapping[str, PromptSet], scorers: Mapping[str, str], tokenizer: Any, longest: int
 ) -> dict[str, PromptSet]:
-    """Read the prompts in ``files``, by train and val, as student and teachers see them; states what is left out."""
-    data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
-    columns = bool(config.algorithm.policy_weight and config.reward.functions_needing_columns())
-    limits = {"train": None, "val": config.data.val_limit}
-    prompts = {
-        name: load_prompts(own, data, tokenizer, limit=limits[name], columns=columns) for name, own in files.items()
-    }
+    """Return prompts, by train and val, as teachers see them too, those of at most ``longest`` tokens."""
     _warn_of_raw_text(config, tokenizer, prompts["train"])
     _require_known_teachers(config, [prompt for loaded in prompts.values() for prompt in loaded.prompts])
-    if config.algorithm.needs_teacher:
-        teachers = {name: path for name, path in scorers.items() if name.startswith("teacher")}
-        kwargs = data.chat_template_kwargs
-        prompts = teacher_prompts(config.teacher, teachers, tokenizer, prompts, data.max_prompt_length, kwargs)
-    for name, loaded in prompts.items():
-        if loaded.n_too_long:
-            left_out = f"{loaded.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
-            report(f"data.{name}_files: {left_out}, {len(loaded.prompts)} are used")
-    return prompts
+    if not config.algorithm.needs_teacher:
+        return dict(prompts)
+    teachers = {name: path for name, path in scorers.items() if name.startswith("teacher")}
+    kwargs = config.data.chat_template_kwargs
+    return teacher_prompts(config.teacher, teachers, tokenizer, prompts, longest, kwargs)
 
 
 def _val_sets(config: Config, tokenizer: Any, max_length: int, report: Callable[[str], None]) -> tuple[Questions, ...]:
@@ -283,7 +287,7 @@ def require_files(config: Config) -> None:
     if not config.uses_task:
         student = find_files(config, log.info)[0]
         if config.has_reference_group:
-            _reference(config, student)
+            find_reference(config, student)
     if config.has_reward_model_group and config.reward_model.model.path is not None:
         check_reward_model(config.reward_model.model.path, "reward_model.model.path")
 
@@ -330,7 +334,7 @@ def _warn_of_raw_text(config: Config, tokenizer: Any, train: PromptSet) -> None:
         )
 
 
-def _reference(config: Config, student: str) -> str:
+def find_reference(config: Config, student: str) -> str:
     """Return directory of the reference: the student's, where the user names none."""
     if config.reference.model.path is None:
         return student

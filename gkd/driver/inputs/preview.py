@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from rich.console import Console
@@ -12,15 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from gkd.config import Config
-from gkd.data.prompts import PromptSet, load_prompts
+from gkd.data.prompts import LENGTHS_COUNTED, PromptSet, make_too_long_error, read_prompts
+from gkd.data.rendering import drop_long
 from gkd.data.tokenizer import load_tokenizer
-from gkd.driver.inputs.find import find_files, load_data, max_length, read_models
+from gkd.driver.inputs.find import (
+    find_files,
+    find_reference,
+    max_length,
+    needs_columns,
+    read_models,
+    see_as_teachers,
+    settle_data,
+)
 from gkd.errors import ConfigError
-from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Int32, Prompt
 
-log = logging.getLogger("gkd")
-FARTHEST = 8
+FARTHEST = 4 * LENGTHS_COUNTED
 """Prompts are measured up to so many times the length that they may have."""
 BINS = 12
 BAR = 40  # characters of the longest
@@ -33,14 +42,16 @@ Use = Literal["train", "val"]
 class FilePreview:
     """Prompts of one file: those that are short enough and those that are not, in the order of the file.
 
-    ``too_long``: how many further ones have more tokens than are counted; ``is_cut``: ``data.val_limit`` ends it.
+    ``too_long``: how many further ones have more tokens than are counted; ``first_id``: that of its first row;
+    ``is_cut``: ``data.val_limit`` ends it.
     """
 
     use: Use
     file: str
     prompts: list[Prompt]
     too_long: int
-    is_cut: bool = False
+    first_id: int
+    is_cut: bool
 
     def keep_short(self, longest: int) -> list[Prompt]:
         """Return the prompts that neither student nor teacher sees as longer than ``longest`` tokens."""
@@ -73,58 +84,86 @@ def longer_view(prompt: Prompt) -> Any:
     return max(prompt.token_ids, prompt.teacher_prompt_ids, key=len)
 
 
+@dataclass(slots=True)
+class _Read:
+    """What was read of the files of one use: prompts of up to :data:`FARTHEST` times the length they may have.
+
+    By a file's number: ``too_long`` counts the others, ``first_ids`` has the id of its first row. ``shortest``: tokens
+    of the shortest of all; ``left``: how many short ones ``data.val_limit`` lets through after these.
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    too_long: Counter[int] = field(default_factory=Counter)
+    first_ids: dict[int, int] = field(default_factory=dict)
+    shortest: int = sys.maxsize
+    left: int | None = None
+
+
 def preview(config: Config, report: Callable[[str], None]) -> Preview:
     """Read the data of ``config`` as its run would, also what is too long.
 
     Raises ConfigError as the run would for what cannot be shown.
     """
     student, scorers, train, val = find_files(config, report)
+    if config.has_reference_group:
+        scorers["reference"] = find_reference(config, student)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
-    whole = max_length(config, models)
-    longest, left = whole - config.rollout.max_response_length, config.data.val_limit
-    files: list[FilePreview] = []
-    uses: tuple[tuple[Use, list[str]], ...] = (("train", train), ("val", val))
-    for use, names in uses:
-        for name in names:
-            if use == "val" and left == 0:
-                report(f"data.val_limit={config.data.val_limit}: {name} is not used")
-                continue
-            read, is_cut = _read(config, name, tokenizer, longest), False
-            if use == "val" and left is not None:
-                read, left = _take_first(read, left, longest)
-                is_cut = left == 0
-            if config.algorithm.needs_teacher:
-                kwargs = config.data.chat_template_kwargs
-                sets = teacher_prompts(config.teacher, scorers, tokenizer, {use: read}, FARTHEST * longest, kwargs)
-                read = sets[use]
-            files.append(FilePreview(use, name, read.prompts, read.n_too_long, is_cut))
+    longest = max_length(config, models) - config.rollout.max_response_length
+    names: dict[Use, list[str]] = {"train": train, "val": val}
+    limits: dict[Use, int | None] = {"train": None, "val": config.data.val_limit}
+    reads = {use: _read(config, names[use], tokenizer, longest, limits[use]) for use in names}
+    every = {str(use): PromptSet(read.prompts, read.too_long.total()) for use, read in reads.items()}
+    sets = see_as_teachers(config, every, scorers, tokenizer, sys.maxsize)
+    files = [own for use, read in reads.items() for own in _split(use, names[use], read, sets[use].prompts)]
+    for file in names["val"][len(reads["val"].first_ids) :]:
+        report(f"data.val_limit={config.data.val_limit}: {file} is not used")
     error = None
     try:
-        load_data(config, {"train": train, "val": val}, scorers, tokenizer, models["student"], whole, log.debug)
+        short = {str(use): _keep_short(names[use], read, sets[use], longest) for use, read in reads.items()}
+        settle_data(config, short, tokenizer, models["student"])
     except ConfigError as refused:
         error = refused
     return Preview(tokenizer, longest, files, config.algorithm.needs_teacher, error)
 
 
-def _read(config: Config, file: str, tokenizer: Any, longest: int) -> PromptSet:
-    data = config.data.model_copy(update={"max_prompt_length": FARTHEST * longest})
-    try:
-        return load_prompts([file], data, tokenizer)
-    except ConfigError:  # where it is of the length alone, it is to name the length that the run has
-        load_prompts([file], data.model_copy(update={"max_prompt_length": longest}), tokenizer)
-        raise
+def _read(config: Config, files: Sequence[str], tokenizer: Any, longest: int, limit: int | None) -> _Read:
+    """Read ``files`` up to the prompt that is the ``limit``-th of at most ``longest`` tokens."""
+    data = config.data.model_copy(update={"max_prompt_length": FARTHEST // LENGTHS_COUNTED * longest})
+    read = _Read(left=limit)
+    for prompt in chain.from_iterable(read_prompts(files, data, tokenizer, needs_columns(config))):
+        length = len(prompt.token_ids)
+        read.first_ids.setdefault(prompt.file, prompt.id)
+        read.shortest = min(read.shortest, length)
+        if length > FARTHEST * longest:
+            read.too_long[prompt.file] += 1
+        else:
+            read.prompts.append(prompt)
+        if read.left is not None and length <= longest:
+            read.left -= 1
+            if read.left == 0:
+                break
+    return read
 
 
-def _take_first(read: PromptSet, n: int, longest: int) -> tuple[PromptSet, int]:
-    """Return the prompts up to the ``n``-th that is short enough, and how many such ones are left to take."""
-    taken: list[Prompt] = []
-    for prompt in read.prompts:
-        if n == 0:
-            break
-        taken.append(prompt)
-        n -= len(prompt.token_ids) <= longest
-    return PromptSet(taken, read.n_too_long), n
+def _split(use: Use, files: Sequence[str], read: _Read, prompts: Sequence[Prompt]) -> list[FilePreview]:
+    """Return the files of a use that were read, each with its own of ``prompts``."""
+    by_file: dict[int, list[Prompt]] = {number: [] for number in read.first_ids}
+    for prompt in prompts:
+        by_file[prompt.file].append(prompt)
+    previews = []
+    for number, own in by_file.items():
+        is_cut = read.left == 0 and number == max(by_file)
+        previews.append(FilePreview(use, files[number], own, read.too_long[number], read.first_ids[number], is_cut))
+    return previews
+
+
+def _keep_short(files: Sequence[str], read: _Read, seen: PromptSet, longest: int) -> PromptSet:
+    """Return the prompts that a run uses. Raises ConfigError as it would where there are none."""
+    short = [prompt for prompt in seen.prompts if len(prompt.token_ids) <= longest]
+    if not short:
+        raise make_too_long_error(files, longest, read.shortest)
+    return drop_long(PromptSet(short, 0), longest)
 
 
 def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
@@ -133,7 +172,7 @@ def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
     for number, file in enumerate(sets.files):  # training files come first
         out.print(f"=== data.{file.use}_files: {file.file}", style="bold")
         for prompt in file.prompts[:n_rows]:
-            _show_prompt(prompt, sets, special, out)
+            _show_prompt(prompt, prompt.id - file.first_id + 1, sets, special, out)
         _show_lengths(file, sets.longest, out)
         _show_counts(file, sets.longest, config, out)
         if (weights := config.data.train_weights) is not None and file.use == "train":
@@ -141,10 +180,10 @@ def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
         out.print()
 
 
-def _show_prompt(prompt: Prompt, sets: Preview, special: set[int], out: Console) -> None:
+def _show_prompt(prompt: Prompt, row: int, sets: Preview, special: set[int], out: Console) -> None:
     left_out = "" if len(prompt.token_ids) <= sets.longest else ", left out"
     form = "text as it is" if prompt.messages is None else f"{len(prompt.messages)} messages"
-    out.print(f"row {prompt.id + 1}: {form}, {len(prompt.token_ids):,} tokens{left_out}", style="bold")
+    out.print(f"row {row}: {form}, {len(prompt.token_ids):,} tokens{left_out}", style="bold")
     out.print(_make_readable(prompt.token_ids, sets.tokenizer, special))
     if sets.has_teacher and prompt.teacher_ids is not None:
         of = "the teacher" if prompt.teacher is None else f"the teacher {prompt.teacher}"
@@ -172,8 +211,9 @@ def _make_readable(token_ids: Int32, tokenizer: Any, special: set[int]) -> Text:
 def _show_lengths(file: FilePreview, longest: int, out: Console) -> None:
     """Print a histogram of lengths in tokens, as the longer view has them, up to what a prompt may have."""
     lengths = [len(longer_view(prompt)) for prompt in file.prompts]
-    width = max(1, -(-min(max(lengths), longest) // BINS))
-    counts = [0] * -(-min(max(lengths), longest) // width)
+    end = min(max(lengths, default=0), longest)
+    width = max(1, -(-end // BINS))
+    counts = [0] * -(-end // width)
     for length in lengths:
         if length <= longest:
             counts[(length - 1) // width] += 1
