@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 
 from gkd.rewards.math_equality import are_math_equal
-from gkd.rewards.quantity import LONGEST, SCALES, quantity, units_agree
+from gkd.rewards.quantity import LONGEST, SCALES, Quantity, quantity, units_agree
 
 _LETTER = r"(?:(?:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
 _CHOICE = re.compile(
     rf"{_LETTER}(?:[)\].:]+(?P<rest>\s.*|(?=$))|$|\s+(?=\((?![A-J]\))|(?:because|since|as)\b))", re.DOTALL
 )
 _OTHER_CHOICE = re.compile(r"[(\s][A-J]\)|\b(?:and|or)\s+\(?[A-J]\b")
+_REJECTION = re.compile(r"is(?:\s+(?:wrong|incorrect|false)|(?:\s+not|n't)\s+(?:the\s+)?(?:correct|right|best))\b")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))(?!\s*\.?[0-9])")
+_REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
@@ -54,7 +57,7 @@ def is_same_answer(response: str, expected: str) -> bool:
         return is_same_text(own, reference)
     if (options := choice(reference)) is not None:
         return _is_same_choice(own, *options)
-    numbers = quantity(own), quantity(reference)
+    numbers = number_of(own), number_of(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
     lists = _items(own), _items(reference)
@@ -64,6 +67,18 @@ def is_same_answer(response: str, expected: str) -> bool:
     if equals and "=" not in reference and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
         return is_same_answer(right, expected)
     return _is_same_formula(strip_markup(response), strip_markup(expected))
+
+
+def number_of(text: str) -> Quantity | None:
+    r"""Return the number that ``text`` is, also as LaTeX: ``33\frac13\%`` and ``0.\overline{3}``; None for none."""
+    text = _REPEATING.sub(lambda match: _spell_repeating(*match.groups()), text)
+    return quantity(_FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]}", text).strip())
+
+
+def _spell_repeating(whole: str, fixed: str, period: str) -> str:
+    """Return a repeating decimal as a fraction."""
+    nines = 10 ** len(period) - 1
+    return f"{int(whole + fixed or '0') * nines + int(period)}/{nines * 10 ** len(fixed)}"
 
 
 def is_same_text(own: str, reference: str) -> bool:
@@ -85,6 +100,8 @@ def _is_same_choice(own: str, letter: str, text: str) -> bool:
     if match is None or match["letter"].upper() != letter or _OTHER_CHOICE.search(own[match.end("letter") + 1 :]):
         return False
     rest = (match["rest"] or "").strip()
+    if _REJECTION.match(rest):
+        return False
     return not (text and rest) or rest.casefold() == text.casefold()
 
 
@@ -123,10 +140,13 @@ def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: l
 
 
 def is_formula(text: str) -> bool:
-    """Return whether math-verify may compare it: no prose, and no numbers side by side, which it would add."""
+    """Return whether math-verify may compare it: no prose, and no numbers side by side, which it would add.
+
+    A subscript is none of these numbers, as in a logarithm's base.
+    """
     text = _TEXT.sub(" ", text)
     words = [word for word in _WORD.findall(_COMMAND.sub(" ", text)) if word.lower() not in _FUNCTIONS]
-    return not words and bool(_OPERATOR.search(text)) and not re.search(r"\d\s+[\d.]", text)
+    return not words and bool(_OPERATOR.search(text)) and not re.search(r"(?<!_)\d\s+[\d.]", text)
 
 
 def _is_same_formula(own: str, reference: str) -> bool:

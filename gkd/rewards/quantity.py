@@ -21,7 +21,7 @@ _APART = r"\s+(?=[a-z]{2}|(?-i:[mgshlLVWNJAC])\b)"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s?(?P<currency>{SYMBOL}?)\s?(?P<minus>-?)(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?"
     rf"(?P<value>{UNSIGNED})(?P<exponent>e[-+]?[0-9]{{1,3}})?(?P<fraction>{FRACTION})\.?\s*"
-    rf"(?P<percent>%|percent\b|°|\^\{{?\\circ\}}?)?"
+    rf"(?P<percent>%|percent\b|°|\\degree\b|\^\{{?\\circ\}}?)?"
     rf"(?P<unit>(?:(?={_ATTACHED})|{_APART})[a-z][a-z .'/²³-]*(?:\^\{{?[23]\}}?)?)?",
     re.IGNORECASE,
 )
