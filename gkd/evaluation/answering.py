@@ -43,11 +43,12 @@ class AnswerJob:
 
 @dataclass(frozen=True, slots=True)
 class JobAnswer:
-    """Outcome of a job, with all that was sampled for it. ``seconds`` as in :class:`RecordedAnswer`."""
+    """Outcome of a job, with all that was sampled for it. ``n_tokens`` as in :class:`Reply`, ``seconds`` as in
+    :class:`RecordedAnswer`."""
 
     job: AnswerJob
     answer: Answer
-    n_tokens: int
+    n_tokens: float
     truncated: bool
     seconds: float
 
@@ -57,7 +58,8 @@ class CountingGenerate:
 
     def __init__(self, source: ReplySource, job: AnswerJob, sampling: Sampling, seed: int) -> None:
         self._source, self._job, self._sampling, self._seed = source, job, sampling, seed
-        self._n_replies = self.n_tokens = 0
+        self._n_replies = 0
+        self.n_tokens: float = 0
         self._truncated: dict[str, bool] = {}
 
     @property

@@ -35,14 +35,15 @@ class AnswerKey:
 class RecordedAnswer:
     """One line of the file, without its key.
 
-    ``n_tokens`` were sampled for it in all. ``truncated``: the limit cut the reply that it is, or else the last one.
+    ``n_tokens`` were sampled for it in all; None, as the cost that depends on it, where an endpoint does not state it.
+    ``truncated``: the limit cut the reply that it is, or else the last one.
     ``seconds`` since the answer before it came, so that sums are the time that was spent.
     """
 
     text: str
-    cost: float
+    cost: float | None
     iterations: int
-    n_tokens: int
+    n_tokens: float | None
     truncated: bool
     seconds: float
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,8 @@ class EndpointReplies:
         except ValueError as error:
             raise RunFailed(f"{name} answered with what is no JSON: {one_line(error)}") from None
         try:
-            choice, n_tokens = answer.choices[0], 0 if answer.usage is None else int(answer.usage.completion_tokens)
+            choice, usage = answer.choices[0], answer.usage
+            n_tokens = math.nan if usage is None else int(usage.completion_tokens)
             text, is_cut = choice.message.content or "", choice.finish_reason == "length"
         except (AttributeError, IndexError, TypeError):
             text = one_line(repr(answer))[:200]

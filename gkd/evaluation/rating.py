@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def _result(reward: Future[Timed], question: Question) -> float | str:
 
 def _completion(own: RatedAnswer) -> Completion:
     """Return what is rated: the text of an answer, and not what a strategy sampled besides."""
-    n_tokens = own.answered.n_tokens
+    n_tokens = math.nan if own.answered.n_tokens is None else own.answered.n_tokens
     if own.answered.iterations > 1 and own.token_ids is not None:
         n_tokens = len(own.token_ids)
     return Completion(

@@ -50,7 +50,7 @@ class AdaptiveRetrieval(Retrieval):
 
     async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; ``iterations`` counts how often the model was asked."""
-        passages, seen, cost = self._passages(row), list[str](), 0
+        passages, seen, cost = self._passages(row), list[str](), 0.0
         most = self.config.k if passages is None else min(self.config.k, len(passages))
         further = "think further, then your next thought" if passages is None else "another passage, and nothing else"
         for step in range(most):
@@ -70,7 +70,7 @@ class FixedRetrieval(Retrieval):
 
     async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; ``iterations`` counts how often the model was asked."""
-        passages, seen, cost = self._passages(row), list[str](), 0
+        passages, seen, cost = self._passages(row), list[str](), 0.0
         for step in range(self.config.k):
             passage = [] if passages is None or step >= len(passages) else [passages[step]]
             task = "Note in a sentence what helps with the answer." if passage else "Think one step further."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import Results
-from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question, without_stop
+from gkd.evaluation.scores import SampledAnswer, add_up, group_by_difficulty, means, scores_of_question, without_stop
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.version import __version__
 
@@ -158,19 +159,20 @@ class _Lines:
     title: str
     n: int
     done: int = 0
-    tokens: int = 0
+    tokens: float = 0
 
     def __post_init__(self) -> None:
         self.started = self.printed = time.monotonic()
 
-    def add(self, n_tokens: int) -> None:
+    def add(self, n_tokens: float) -> None:
         """Count an answer, and print a line every ten seconds and at the end."""
         self.done, self.tokens, now = self.done + 1, self.tokens + n_tokens, time.monotonic()
         if self.done < self.n and now - self.printed < LINE_EVERY_S:
             return
         self.printed, passed = now, max(now - self.started, 1e-6)
         left = f"  {clock(passed / self.done * (self.n - self.done))} left" if self.done < self.n else ""
-        self.out.print(f"{self.title}  {self.done:,}/{self.n:,} answers  tok/s {self.tokens / passed:,.0f}{left}")
+        speed = "" if math.isnan(self.tokens) else f"  tok/s {self.tokens / passed:,.0f}"
+        self.out.print(f"{self.title}  {self.done:,}/{self.n:,} answers{speed}{left}")
 
 
 def _ask(config: Config, source: ReplySource, measurement: Measurement, log: AnswerLog, out: Console) -> None:
@@ -181,9 +183,8 @@ def _ask(config: Config, source: ReplySource, measurement: Measurement, log: Ans
 
     def record(result: JobAnswer) -> None:
         answer = result.answer
-        answered = RecordedAnswer(
-            answer.text, float(answer.cost), int(answer.iterations), result.n_tokens, result.truncated, result.seconds
-        )
+        cost, n_tokens = (None if math.isnan(value) else value for value in (float(answer.cost), result.n_tokens))
+        answered = RecordedAnswer(answer.text, cost, int(answer.iterations), n_tokens, result.truncated, result.seconds)
         beside = {"model": measurement.model.name, "answer": result.job.question.prompt.answer}
         log.add(measurement.key(result.job, seed), answered, beside)
         lines.add(result.n_tokens)
@@ -210,7 +211,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         sampled = SampledAnswer(text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
         of_question[job.question.key].append(sampled)
     values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
-    seconds = sum(own.seconds for own in answers)
+    seconds, n_tokens = sum(own.seconds for own in answers), add_up([own.n_tokens for own in answers])
     return Results(
         model=measurement.model.name,
         set=questions.name,
@@ -232,7 +233,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         },
         versions=_versions(),
         seconds=seconds,
-        tokens_per_second=sum(own.n_tokens for own in answers) / seconds if seconds else None,
+        tokens_per_second=n_tokens / seconds if seconds and n_tokens is not None else None,
     )
 
 

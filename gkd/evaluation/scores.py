@@ -26,9 +26,9 @@ class SampledAnswer:
     """
 
     text: str
-    n_tokens: int
+    n_tokens: float | None
     truncated: bool
-    cost: float
+    cost: float | None
     iterations: int
     rewards: Mapping[str, float]
 
@@ -54,7 +54,8 @@ def without_stop(text: str, stops: Sequence[str]) -> str:
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
     """Return the values of one question, by score: means over its answers, and what takes all of them together.
 
-    A reward's mean is over the answers that it rated; one that rated none of them is left out.
+    A reward's mean is over the answers that it rated; one that rated none of them is left out, as are cost and length
+    where they are not known of all.
     """
     n = len(answers)
     values: dict[str, float] = {}
@@ -71,11 +72,19 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
     for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
         rewards = [answer.rewards[name] for answer in answers if name in answer.rewards]
         values[f"reward/{name}"] = sum(rewards) / len(rewards)
-    values["cost"] = sum(answer.cost for answer in answers) / n
+    if (cost := add_up([answer.cost for answer in answers])) is not None:
+        values["cost"] = cost / n
     values["iterations"] = sum(answer.iterations for answer in answers) / n
-    values["length"] = sum(answer.n_tokens for answer in answers) / n
+    if (n_tokens := add_up([answer.n_tokens for answer in answers])) is not None:
+        values["length"] = n_tokens / n
     values["truncated"] = sum(answer.truncated for answer in answers) / n
     return values
+
+
+def add_up(values: Sequence[float | None]) -> float | None:
+    """Return the sum, None where one of the values is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def final_answer(text: str) -> str | None:

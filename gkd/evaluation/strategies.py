@@ -19,10 +19,13 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A model's reply: its text, its length in tokens, and whether the limit cut it."""
+    """A model's reply: its text, its length in tokens, and whether the limit cut it.
+
+    ``n_tokens`` is NaN of an endpoint that does not state it (``usage``).
+    """
 
     text: str
-    n_tokens: int
+    n_tokens: float
     truncated: bool
 
 

@@ -25,7 +25,7 @@ def show(results: Sequence[Results], out: Console) -> None:
     """
     names = list(dict.fromkeys(name for result in results for name in result.scores if not name.startswith(LEFT_OUT)))
     several = len({result.strategy for result in results}) > 1
-    if not several and all(result.scores["cost"].value == result.scores["length"].value for result in results):
+    if not several and all(result.scores.get("cost") == result.scores.get("length") for result in results):
         names = [name for name in names if name not in COUNTED]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("set", "model", "questions"):

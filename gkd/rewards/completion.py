@@ -15,7 +15,7 @@ class Completion:
 
     - ``prompt``: what the data file held.
     - ``answer``: its reference answer, None where it has none; ``other_answers`` are as right.
-    - ``n_tokens``, of at most ``max_tokens``: the end token included.
+    - ``n_tokens``, of at most ``max_tokens``: the end token included; NaN of an endpoint that does not state it.
     - ``truncated``: whether the limit ended it.
     - ``columns``: all of its row, where a reward looks at them.
     - ``messages``: what went through the chat template.
@@ -27,7 +27,7 @@ class Completion:
     prompt: str
     response: str
     answer: str | None
-    n_tokens: int
+    n_tokens: float
     max_tokens: int
     truncated: bool
     other_answers: tuple[str, ...] = ()

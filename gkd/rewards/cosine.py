@@ -31,5 +31,5 @@ class Cosine(RewardFunction):
         """Return the value at the response's share of the limit."""
         correct = accuracy(completion) == 1.0
         at_zero, at_limit = self.config.correct if correct else self.config.wrong
-        share = min(1.0, completion.n_tokens / completion.max_tokens)
+        share = min(completion.n_tokens / completion.max_tokens, 1.0)  # in this order NaN stays NaN
         return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * share)) / 2

@@ -26,4 +26,4 @@ class Length(RewardFunction):
         target = self.config.target_length
         if target is None:
             return 1 - completion.n_tokens / completion.max_tokens
-        return max(0.0, 1 - abs(completion.n_tokens - target) / target)
+        return max(1 - abs(completion.n_tokens - target) / target, 0.0)  # in this order NaN stays NaN

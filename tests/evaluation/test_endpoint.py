@@ -17,6 +17,7 @@ from gkd.cli.evaluate import compose_evaluation
 from gkd.errors import ConfigError, RunFailed
 from gkd.evaluation.answering import MOST_REFUSED
 from gkd.evaluation.run import evaluate
+from gkd.evaluation.table import show
 
 
 class Adder(BaseHTTPRequestHandler):
@@ -26,6 +27,7 @@ class Adder(BaseHTTPRequestHandler):
     broken = False
     refuses: str | None = None
     form = "{}"
+    counts = True
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -37,7 +39,8 @@ class Adder(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": self.form.format(text)}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice]}
-        answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
+        if self.counts:
+            answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
         body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -93,6 +96,24 @@ def test_an_endpoint_is_asked_what_is_missing(
     assert (third.samples, len(Adder.requests)) == (2, 15)  # the second answers alone
     (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)
     assert (quick.n, len(Adder.requests)) == (5, 15)  # five questions, all of which are answered
+
+
+def test_tokens_that_an_endpoint_does_not_count_are_not_known(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adder, "counts", False)
+    text = StringIO()
+    out = Console(file=text, width=200)
+    strategies = ["evaluate.strategies=[plain,self_consistency]"]
+    results = evaluate(compose_evaluation([*arguments(tmp_path, server), *strategies]), out)
+    for result in results:
+        assert result.scores["accuracy"].value == pytest.approx(2 / 3)
+        assert not {"length", "cost"} & result.scores.keys() and result.tokens_per_second is None
+    show(results[:1], out)
+    show(results, out)
+    assert "nan" not in text.getvalue().lower()
+    for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines():
+        assert "NaN" not in line and json.loads(line)["n_tokens"] is None
 
 
 def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server: ThreadingHTTPServer) -> None:

@@ -84,6 +84,13 @@ def test_length() -> None:
     ]
 
 
+@pytest.mark.parametrize(("name", "options"), [("length", {}), ("length", {"target_length": 4}), ("cosine", {})])
+def test_a_length_that_is_not_known_gives_no_reward(name: str, options: dict[str, object]) -> None:
+    """Of an endpoint that does not count tokens; what is not finite counts as failed."""
+    completion = Completion("2 + 2 =", "#### 4", "4", math.nan, 10, False)
+    assert math.isnan(value(name, completion, **options))
+
+
 def test_a_users_function() -> None:
     assert resolve(f"{MODULE}:words", Reward())(make_completion("one two")) == 2
 
