@@ -79,10 +79,9 @@ def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[
             "advantage/std": float(advantages[rated].std()),
         }
     n_groups = len(set(groups))
-    metrics |= {
-        "reward/equal_groups": (n_groups - len(groups_that_differ(rewards.tolist(), groups))) / n_groups,
-        "timing_s/reward": max(sum(sample.reward_s.values()) for sample in samples),
-    }
+    metrics["reward/equal_groups"] = (n_groups - len(groups_that_differ(rewards.tolist(), groups))) / n_groups
+    if seconds := [sum(sample.reward_s.values()) for sample in samples if sample.reward_s]:
+        metrics["timing_s/reward"] = max(seconds)
     return batch, metrics
 
 

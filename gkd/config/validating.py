@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.open import find_changed_settings
+from gkd.errors import ConfigError
 
 FALLING = ("loss", "reverse_kl", "length", "truncated", "failed")
 """Last parts of figures that are better the smaller they are."""
@@ -19,6 +20,15 @@ def is_better(metric: str, value: float, than: float, by: float = 0.0) -> bool:
     *above, last = metric.split("/")
     falls = last in FALLING and above[-1:] != ["reward"]  # a reward may have one of these names
     return (than - value if falls else value - than) > by
+
+
+def require_measured(setting: str, metric: str, measured: Mapping[str, float]) -> None:
+    """Raise ConfigError, naming the ``setting``, where a validation has no such figure, and rewards that all failed."""
+    if metric in measured:
+        return
+    failed = [name for name, share in measured.items() if name.endswith("/failed") and share == 1.0]
+    why = f"; no answer got a reward: {', '.join(failed)}" if failed else ""
+    raise ConfigError(f"{setting}={metric}: validation measures {', '.join(measured) or 'nothing'}{why}")
 
 
 class StopEarly(Settings):

@@ -116,7 +116,7 @@ def test_a_sample_without_a_reward_is_left_out_of_the_loss_on_rewards(name: str)
     permissive = settings.model_copy(update={"reward": settings.reward.model_copy(update={"max_failed_share": 1.0})})
     samples, metrics = with_advantages(permissive, [scored(i, "ValueError: no") for i in range(4)])
     assert not any(sample.advantage for sample in samples)
-    assert "reward/mean" not in metrics  # what was not measured is left out
+    assert not {"reward/mean", "timing_s/reward"} & metrics.keys()  # what was not measured is left out
     assert metrics["reward/accuracy/failed"] == 1.0
 
 
@@ -126,6 +126,8 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
     _, metrics = with_advantages(config(), batch)
     assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/accuracy/failed"] == 0.25
+    _, metrics = with_advantages(config(), [replace(own, reward_s={"length": own.key + 0.5}) for own in batch])
+    assert metrics["timing_s/reward"] == 3.5
     assert metrics["reward/equal_groups"] == 1.0
     assert metrics["advantage/mean"] == pytest.approx(0.0)
     assert "1 of 4" in caplog.text

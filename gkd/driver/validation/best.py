@@ -10,8 +10,7 @@ from pathlib import Path
 from gkd import durable
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Attend
-from gkd.config.validating import is_better
-from gkd.errors import ConfigError
+from gkd.config.validating import is_better, require_measured
 
 
 class BestModel:
@@ -29,10 +28,7 @@ class BestModel:
 
     def require(self, measured: Mapping[str, float]) -> None:
         """Raise ConfigError where the first validation of a run has no such figure."""
-        if self.metric not in measured:
-            raise ConfigError(
-                f"trainer.keep_best={self.metric}: validation measures {', '.join(measured) or 'nothing'}"
-            )
+        require_measured("trainer.keep_best", self.metric, measured)
 
     def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup, attend: Attend | None = None) -> None:
         """Write the student if it is better than before; nothing where the figure was not measured now.

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from gkd.config.validating import StopEarly
-from gkd.errors import ConfigError
+from gkd.config.validating import StopEarly, require_measured
 
 
 class EarlyStop:
@@ -27,11 +26,8 @@ class EarlyStop:
 
     def require(self, measured: Mapping[str, float]) -> None:
         """Raise ConfigError where the first validation of a run has no such figure."""
-        metric = self.settings.metric
-        if metric is not None and metric not in measured:
-            raise ConfigError(
-                f"trainer.stop_early.metric={metric}: validation measures {', '.join(measured) or 'nothing'}"
-            )
+        if self.settings.metric is not None:
+            require_measured("trainer.stop_early.metric", self.settings.metric, measured)
 
     def update(self, step: int, measured: Mapping[str, float]) -> None:
         """Take the figures of a step, in which the one that counts may be."""

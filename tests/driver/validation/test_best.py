@@ -57,3 +57,9 @@ def test_of_these_the_smaller_is_better(name: str, tmp_path: Path) -> None:
 def test_a_figure_that_is_not_measured_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.keep_best=val/acuracy: validation measures val/accuracy, val/x"):
         BestModel("val/acuracy", tmp_path).require({"val/accuracy": 0.1, "val/x": 1.0})
+
+
+def test_a_reward_that_failed_on_every_answer_is_named(tmp_path: Path) -> None:
+    measured = {"val/accuracy": 0.1, "val/reward/x/failed": 1.0, "val/reward/y/failed": 0.5}
+    with pytest.raises(ConfigError, match=r"trainer.keep_best=val/reward/mean: .*; .*: val/reward/x/failed$"):
+        BestModel("val/reward/mean", tmp_path).require(measured)
