@@ -20,6 +20,18 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def test_an_engine_over_several_gpus_needs_no_other_setting(tmp_path: Path) -> None:
+    """Wherever its width is set: evaluate.mode decides how many engines there are."""
+    file = tmp_path / "own.yaml"
+    file.write_text("rollout: {tensor_parallel_size: 2, gpus: null}\n")
+    named = tmp_path / "named.yaml"
+    named.write_text("rollout: {tensor_parallel_size: 2, gpus: 0-3}\n")
+    wide = "rollout.tensor_parallel_size"
+    for own, size in (([str(file)], 2), ([f"{wide}=2"], 2), ([str(file), f"{wide}=4"], 4), ([str(named)], 4)):
+        config, _ = configure(["models.base=none", SET, *own])
+        assert config.rollout.n_gpus_per_node == size, own
+
+
 SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
 
 
