@@ -72,11 +72,11 @@ def show(rows: Sequence[Comparison], out: Console) -> None:
     shown = set()
     for row in rows:
         if (row.set, row.first) not in shown:
-            table.add_row(row.set, row.first, f"{row.values[0]:.3f}", "", "", "", "")
+            table.add_row(row.set, row.first, f"{row.values[0]:z.3f}", "", "", "", "")
             shown.add((row.set, row.first))
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
         p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
-        table.add_row(row.set, row.second, f"{row.values[1]:.3f}", _format_difference(row), p, corrected, needed)
+        table.add_row(row.set, row.second, f"{row.values[1]:z.3f}", _format_difference(row), p, corrected, needed)
     out.print(table)
     for row in rows:
         out.print(_verdict(row))
@@ -85,7 +85,7 @@ def show(rows: Sequence[Comparison], out: Console) -> None:
 def _format_difference(row: Comparison) -> str:
     low, high = row.paired.difference.low, row.paired.difference.high
     assert low is not None and high is not None, "two questions or more are compared"
-    return f"{row.paired.difference.value:+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"{row.paired.difference.value:+z.3f} ({low:+z.3f} to {high:+z.3f})"
 
 
 def _verdict(row: Comparison) -> str:

@@ -31,7 +31,7 @@ class Estimate:
 
     def text(self) -> str:
         """Format as ``0.712 ± 0.031``, half the interval's width after the value."""
-        return f"{self.value:.3f}" if self.stderr is None else f"{self.value:.3f} ± {Z_95 * self.stderr:.3f}"
+        return f"{self.value:z.3f}" if self.stderr is None else f"{self.value:z.3f} ± {Z_95 * self.stderr:.3f}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -53,7 +53,7 @@ def clock(seconds: float) -> str:
 def changes(values: Mapping[str, float], before: Mapping[str, float]) -> str:
     """Return ``val/accuracy 0.6797 (+0.1758)``, the change where ``before`` has the figure too."""
     return "  ".join(
-        f"{name} {value:.4f}" + (f" ({value - before[name]:+.4f})" if name in before else "")
+        f"{name} {value:z.4f}" + (f" ({value - before[name]:+z.4f})" if name in before else "")
         for name, value in values.items()
     )
 
@@ -118,9 +118,9 @@ class Progress:
         """Return the line of a step, without what was not measured."""
         parts = [f"step {step}/{self.total}"]
         for label, name, form in (
-            ("reward", "reward/mean", ".3f"),
-            ("loss", "distill/loss", ".4f"),
-            ("kl", "distill/reverse_kl", ".4f"),
+            ("reward", "reward/mean", "z.3f"),
+            ("loss", "distill/loss", "z.4f"),
+            ("kl", "distill/reverse_kl", "z.4f"),
             ("cross-entropy", "actor/supervised_loss", ".4f"),
             ("length", "response/length_mean", ".1f"),
             ("tok/s", "perf/tokens_per_second", ",.0f"),

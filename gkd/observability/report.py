@@ -35,7 +35,7 @@ class Summary:
 
 def line(values: ValMetrics) -> str:
     """Return ``val/accuracy 0.1234  val/reverse_kl 0.5678``."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+    return "  ".join(f"{name} {value:z.4f}" for name, value in values.items())
 
 
 def write(summary: Summary, output_dir: Path) -> None:
@@ -69,7 +69,7 @@ def show(summary: Summary, output_dir: Path, page: Path | None, following: str, 
     for heading in columns:
         table.add_column(heading, justify="right")
     for name in dict.fromkeys(name for values in columns.values() for name in values):
-        table.add_row(name, *(f"{values[name]:.4f}" if name in values else "" for values in columns.values()))
+        table.add_row(name, *(f"{values[name]:z.4f}" if name in values else "" for values in columns.values()))
     out.print()
     out.print(table)
     out.print(f"\n{summary.steps} steps in {summary.wall_s:.0f} s; the run is in {output_dir}")

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from gkd.cluster.layout.assignment import print_table
+from gkd.observability import report as summary
 from gkd.observability.progress import Progress, changes, rewrites
 from tests.cluster.layout.test_assignment import report
 
@@ -53,6 +54,11 @@ def test_colours_forced_upon_a_file_make_no_terminal_of_it() -> None:
 
 def test_a_change_is_of_what_was_measured_before() -> None:
     assert changes({"val/a": 0.5, "val/b": 2.0}, {"val/a": 0.75}) == "val/a 0.5000 (-0.2500)  val/b 2.0000"
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    assert changes({"val/reverse_kl": -1e-9}, {"val/reverse_kl": 1e-9}) == "val/reverse_kl 0.0000 (+0.0000)"
+    assert summary.line({"val/reverse_kl": -1e-9}) == "val/reverse_kl 0.0000"
 
 
 def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart() -> None:
