@@ -10,9 +10,11 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import chain
@@ -88,6 +90,7 @@ class RewardProcess:
         self._process.kill()
         self._process.join()
         self._connection.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")  # this process may have threads and a GPU
@@ -95,7 +98,9 @@ class RewardProcess:
         # A process that is stopped reads nothing, and a long completion would be waited for here.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
-        process = context.Process(target=_serve, args=(theirs, self._settings.model_dump()), name="reward")
+        self._directory = tempfile.mkdtemp(prefix="gkd-rewards-")  # goes with the process, however that ends
+        arguments = theirs, self._settings.model_dump(), self._directory
+        process = context.Process(target=_serve, args=arguments, name="reward")
         process.start()
         self._process = process  # from now on another thread may end it
         theirs.close()  # so that reading ends when the process does
@@ -142,9 +147,18 @@ class RewardProcess:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _serve(connection: Connection, settings: dict[str, object]) -> None:
-    """Evaluate what comes until the other side is gone. Sends "" once ready, then lists of Timed or texts of errors."""
+def _serve(connection: Connection, settings: dict[str, object], directory: str) -> None:
+    """Evaluate what comes until the other side is gone; its temporary files are in ``directory``, which goes then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process itself
+    tempfile.tempdir = directory
+    try:
+        _evaluate_all(connection, settings)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
+    """Evaluate what comes. Sends "" once ready, then lists of Timed or texts of errors."""
     functions: dict[str, RewardCallable] = {}
     try:
         reward = Reward.model_validate(settings)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from gkd.config import Reward
 from gkd.rewards.code import Code
 from gkd.rewards.completion import Completion
+from gkd.rewards.pool import RewardPool
 from gkd.rewards.sandbox import ProgramResult, network_can_be_cut, run
 
 OFFLINE = network_can_be_cut()
@@ -57,6 +59,27 @@ def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.Monk
     assert len(run("while True: print('a' * 1000)", "", 30.0, 512, OFFLINE).output) <= 1 << 20
     seen = run("import os; print('SECRET_OF_THE_RUN' in os.environ, os.listdir())", "", 30.0, 512, OFFLINE).output
     assert seen.startswith("False [") and seen.count("'") == 6  # program, input and output
+
+
+def test_the_files_of_a_program_go_with_the_process_that_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is killed where its time is over, and at the end of a run."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    settings = {"functions": ["code"], "timeout_s": 60.0, "code": {"timeout_s": 50.0, "network": not OFFLINE}}
+    pool = RewardPool(Reward.model_validate({**settings, "workers": 1}))
+    try:
+        columns = {"tests": ["pass"]}
+        future = pool.submit(
+            Completion("", "```python\nimport time\ntime.sleep(50)\n```", None, 1, 10, False, columns=columns)
+        )["code"]
+        deadline = time.monotonic() + 60
+        while not any("sleep" in file.read_text() for file in tmp_path.rglob("program.py")):
+            assert time.monotonic() < deadline and not future.done()
+            time.sleep(0.05)
+    finally:
+        pool.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not OFFLINE, reason="this machine does not let a process be without a network")
