@@ -121,8 +121,13 @@ class EndpointReplies:
 
 
 def _close_tag(text: str, stops: Sequence[str]) -> str:
-    """Return a reply with the closing tag that ended it, as engines here have it; endpoints leave it out."""
+    """Return a reply with the tag or the fence of a code block that ended it, as engines here have it.
+
+    Endpoints leave it out.
+    """
     for stop in stops:
+        if stop.startswith("```") and text.count("```") % 2:
+            return text + stop
         if stop.startswith("</") and text.count(f"<{stop[2:]}") > text.count(stop):
             return text + stop
     return text

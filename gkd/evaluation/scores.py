@@ -22,7 +22,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 class SampledAnswer:
     """One answer to a question as scores need it.
 
-    ``text`` is :func:`without_stop`. ``rewards``: by name, those of the set that did not fail.
+    ``text`` is :func:`gkd.rewards.completion.without_stop`. ``rewards``: by name, those of the set that did not fail.
     """
 
     text: str
@@ -36,19 +36,6 @@ class SampledAnswer:
 def accuracy(response: str, prompt: Prompt) -> float:
     """Return 1.0 for a response that gives one of the prompt's answers, else 0.0: here and in a run's validation."""
     return any_agreement(response, prompt.answers)
-
-
-def without_stop(text: str, stops: Sequence[str]) -> str:
-    """Return an answer without the text that ended it, which is no part of it unless it closes a tag (``</answer>``).
-
-    Engines leave that text at the end, where a last line or number would be read, and endpoints do not. It stays
-    elsewhere: a strategy may put replies together, of which each has it.
-    """
-    for stop in stops:
-        kept, _, rest = text.rpartition(stop)
-        if stop in text and not stop.startswith("</") and not rest.strip():
-            return kept
-    return text
 
 
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:

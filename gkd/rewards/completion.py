@@ -14,6 +14,7 @@ class Completion:
     """A finished response as text.
 
     - ``prompt``: what the data file held.
+    - ``response``: without the text that ended it, see :func:`without_stop`.
     - ``answer``: its reference answer, None where it has none; ``other_answers`` are as right.
     - ``n_tokens``, of at most ``max_tokens``: the end token included; NaN of an endpoint that does not state it.
     - ``truncated``: whether the limit ended it.
@@ -43,6 +44,19 @@ RewardCallable: TypeAlias = Callable[[Any], float | Sequence[float | None] | Awa
 
 May raise: the samples then count as failed, as one does whose reward is None.
 """
+
+
+def without_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a response without the text that ended it, which is no part of it unless it closes a tag or a code block.
+
+    Engines leave that text at the end, where a last line or number would be read, and endpoints do not. It stays
+    elsewhere: a strategy may put replies together, of which each has it.
+    """
+    for stop in stops:
+        kept, _, rest = text.rpartition(stop)
+        if stop in text and not stop.startswith(("</", "```")) and not rest.strip():
+            return kept
+    return text
 
 
 class RewardFunction:

@@ -15,7 +15,7 @@ from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import describe_error, one_line
 from gkd.inference.requests import RateRequest, ScoreRequest
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, without_stop
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, require_finite
 from gkd.rollout.output_queue import SampleAndArrays
@@ -154,7 +154,7 @@ class ScoringPipeline:
                 pending.rewards[name] = self._rate(rate, _order(sample))
         pending.completion = Completion(
             prompt=prompt.text,
-            response=response,
+            response=without_stop(response, sample.request.sampling.stop),
             answer=prompt.answer,
             other_answers=prompt.other_answers,
             columns=prompt.columns,

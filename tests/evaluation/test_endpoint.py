@@ -136,6 +136,17 @@ def test_a_closing_tag_that_an_endpoint_leaves_out_is_part_of_the_answer(
         assert result.scores["accuracy"].value == pytest.approx(accuracy)
 
 
+def test_a_code_block_that_an_endpoint_leaves_open_is_closed(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adder, "form", "```py\n{}\n")
+    evaluate(
+        compose_evaluation([*arguments(tmp_path, server), "evaluate.sets.sums.stop=['```']"]), Console(file=StringIO())
+    )
+    lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"].count("```") for line in lines] == [2] * 3
+
+
 def test_an_endpoint_that_refuses_is_named(
     tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
-from gkd.evaluation.scores import SampledAnswer, final_answer, group_by_difficulty, scores_of_question, without_stop
+from gkd.evaluation.scores import SampledAnswer, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
 SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
@@ -47,23 +47,6 @@ def test_a_single_sample_has_accuracy_alone_and_without_answers_there_is_none() 
 )
 def test_what_a_response_answers(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "answer"),
-    [
-        ("Paris\n\nQuestion: ", ("Answer:", "\n\nQuestion:"), "Paris"),
-        ("first reply\n\nParis\n\n", ("\n\n",), "first reply\n\nParis"),
-        ("first reply\n\nParis", ("\n\n",), "first reply\n\nParis"),
-        ("Paris\n\nQuestion:", (), "Paris\n\nQuestion:"),
-        ("so <answer>Paris</answer>", ("</answer>",), "so <answer>Paris</answer>"),
-        ("Paris", ("Question:",), "Paris"),
-    ],
-)
-def test_the_text_that_ends_an_answer_is_no_part_of_it_unless_it_closes_a_tag(
-    text: str, stops: tuple[str, ...], answer: str
-) -> None:
-    assert without_stop(text, stops) == answer
 
 
 def test_questions_are_split_by_difficulty() -> None:

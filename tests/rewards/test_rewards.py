@@ -11,7 +11,7 @@ import pytest
 from gkd.config import Reward, load
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import Completion, without_stop
 
 MODULE = "tests.rewards.functions"
 
@@ -89,6 +89,24 @@ def test_a_length_that_is_not_known_gives_no_reward(name: str, options: dict[str
     """Of an endpoint that does not count tokens; what is not finite counts as failed."""
     completion = Completion("2 + 2 =", "#### 4", "4", math.nan, 10, False)
     assert math.isnan(value(name, completion, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "answer"),
+    [
+        ("Paris\n\nQuestion: ", ("Answer:", "\n\nQuestion:"), "Paris"),
+        ("first reply\n\nParis\n\n", ("\n\n",), "first reply\n\nParis"),
+        ("first reply\n\nParis", ("\n\n",), "first reply\n\nParis"),
+        ("Paris\n\nQuestion:", (), "Paris\n\nQuestion:"),
+        ("so <answer>Paris</answer>", ("</answer>",), "so <answer>Paris</answer>"),
+        ("```py\n1\n```", ("```",), "```py\n1\n```"),
+        ("Paris", ("Question:",), "Paris"),
+    ],
+)
+def test_the_text_that_ends_an_answer_is_no_part_of_it_unless_it_closes_something(
+    text: str, stops: tuple[str, ...], answer: str
+) -> None:
+    assert without_stop(text, stops) == answer
 
 
 def test_a_users_function() -> None:

@@ -14,8 +14,9 @@ from gkd.config.top_k import top_k_for_validation
 from gkd.driver.inputs.find import Inputs
 from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
-from gkd.evaluation.scores import accuracy, without_stop
+from gkd.evaluation.scores import accuracy
 from gkd.inference.requests import GenerateRequest
+from gkd.rewards.completion import without_stop
 from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.engine_group import POLL_EVERY_S
 from gkd.rollout.group import RolloutGroup

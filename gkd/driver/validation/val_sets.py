@@ -11,7 +11,8 @@ from gkd.evaluation.answering import seed_in_set
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
-from gkd.evaluation.scores import SampledAnswer, means, scores_of_question, without_stop
+from gkd.evaluation.scores import SampledAnswer, means, scores_of_question
+from gkd.rewards.completion import without_stop
 from gkd.rollout.group import RolloutGroup
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
 
@@ -66,10 +67,10 @@ class ValSets:
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples
         sampling = sampling_of(self.config.rollout, settings)
-        length, stops = sampling.max_tokens, sampling.stop
+        length = sampling.max_tokens
         jobs = _jobs(questions)
         fetched = self.rollout.fetch(samples)
-        answers = [self._answer_of(sample) for sample in fetched]
+        answers = [self._answer_of(sample, sampling.stop) for sample in fetched]
         rewards: list[dict[str, float]] = [{} for _ in answers]
         if (functions := reward_settings(self.config, questions)) is not None:
             steps = self.config.trainer.total_steps
@@ -79,7 +80,7 @@ class ValSets:
             ]
             rewards = rate(functions, rated)
         sampled = [
-            SampledAnswer(without_stop(own.text, stops), own.n_tokens, own.truncated, own.cost, own.iterations, given)
+            SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
             for own, given in zip(answers, rewards, strict=True)
         ]
         values = [
@@ -89,9 +90,9 @@ class ValSets:
         self.scores[questions.name] = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
         return _metrics(questions.name, values)
 
-    def _answer_of(self, scored: ScoredSample) -> RecordedAnswer:
+    def _answer_of(self, scored: ScoredSample, stops: Sequence[str]) -> RecordedAnswer:
         ids = scored.sample.sampled_ids.tolist()
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = without_stop(self.tokenizer.decode(ids, skip_special_tokens=True), stops)
         return RecordedAnswer(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
 
 

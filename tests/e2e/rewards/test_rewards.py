@@ -15,7 +15,7 @@ from gkd.config import Reward, load
 from gkd.rewards.pool import RewardPool
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring
-from tests.data.models import word_tokenizer
+from tests.data.models import WORDS, word_tokenizer
 from tests.e2e.conftest import ROOT
 from tests.error_text import contains_in_order
 from tests.rewards.test_rewards import MODULE, make_completion
@@ -100,6 +100,24 @@ def test_a_group_is_rated_at_once_async_or_not_and_has_the_time_of_all_its_sampl
         assert late.result(60)[0] == 1.0
     finally:
         pool.close()
+
+
+def test_a_reward_sees_a_response_without_the_text_that_ended_it(tmp_path: Path) -> None:
+    """As accuracy in validation and evaluations does."""
+    word_tokenizer().save_pretrained(tmp_path)
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": ["accuracy"]}})
+    delivered: queue.Queue[Any] = queue.Queue()
+    pipeline = ScoringPipeline(config, str(tmp_path), 0, delivered.put)
+    try:
+        ids = np.array([WORDS.index(word) for word in "bc"], np.int32)
+        for key, stop in enumerate(((), ("c",))):
+            prompt = Prompt(key, np.array([1], np.int32), "", answer="b")
+            request = SampleRequest(prompt, 0, 0, Sampling(16, stop=stop), Scoring(rewards=True), key=key)
+            pipeline.submit(Sample.single_turn(request, ids, np.zeros(2, np.float32), 0, "stop"))
+        rewards = {one.key: one.rewards["accuracy"] for _ in range(2) for one, _ in delivered.get(timeout=60)}
+    finally:
+        pipeline.close()
+    assert rewards == {0: 0.0, 1: 1.0}
 
 
 def test_samples_that_are_rated_together_come_out_together(tmp_path: Path) -> None:
