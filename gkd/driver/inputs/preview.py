@@ -86,7 +86,7 @@ def longer_view(prompt: Prompt) -> Any:
 
 @dataclass(slots=True)
 class _Read:
-    """What was read of the files of one use: prompts of up to :data:`FARTHEST` times the length they may have.
+    """Prompts of the files of one use, of up to :data:`FARTHEST` times the length that they may have.
 
     By a file's number: ``too_long`` counts the others, ``first_ids`` has the id of its first row. ``shortest``: tokens
     of the shortest of all; ``left``: how many short ones ``data.val_limit`` lets through after these.
