@@ -51,8 +51,8 @@ def _rows(file: str) -> Iterator[Row]:
                 f"data file {file} is an address, and nothing is downloaded: name a file, a directory of datasets, or "
                 "a data set in the local Hugging Face cache"
             )
-        if "*" in file or "?" in file:
-            return chain.from_iterable(map(read_rows, _match(file)))
+        if is_pattern(file):
+            return chain.from_iterable(map(read_rows, match_files(file)))
         directory, _, part = file.partition(":")
         if part and user_path(directory).is_dir():
             return read_directory(user_path(directory), part)
@@ -72,7 +72,12 @@ def _rows(file: str) -> Iterator[Row]:
     return FORMATS[suffix](path)
 
 
-def _match(pattern: str) -> list[str]:
+def is_pattern(file: str) -> bool:
+    """Return whether ``file``, where there is none of this name, stands for several."""
+    return "*" in file or "?" in file
+
+
+def match_files(pattern: str) -> list[str]:
     """Return the files that a pattern stands for, ``**`` also for directories. Raises ConfigError for none."""
     files = sorted(glob.glob(str(user_path(pattern)), recursive=True))  # noqa: PTH207 - of any path
     if not files:

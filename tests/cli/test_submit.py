@@ -145,12 +145,12 @@ def test_several_teachers_and_data_sets_are_named_as_in_a_run(tmp_path: Path) ->
     overrides += [
         "data.teacher_key=t",
         "placement=8gpu",
-        "data.train_files=['saved:train',Org/Questions]",
+        "data.train_files=['saved:train',Org/Questions,sav*/]",
         "data.val_files='Org/Set:test'",
     ]
     job = compose([*overrides, *resolve_paths(compose(overrides), tmp_path, tmp_path / "out")])
     assert job.teacher.models == {"v1.5": str(tmp_path / "first"), "b": "Org/Name-7B"}
-    assert job.data.train_files == [f"{tmp_path}/saved:train", "Org/Questions"]
+    assert job.data.train_files == [f"{tmp_path}/saved:train", "Org/Questions", f"{tmp_path}/sav*"]
     assert job.data.val_files == ["Org/Set:test"]
 
 

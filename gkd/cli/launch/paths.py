@@ -12,6 +12,7 @@ from gkd.config.loading import names_file
 from gkd.config.overrides import literal_override
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
+from gkd.data.reader import is_pattern, match_files
 from gkd.errors import ConfigError
 
 SETTINGS = Path(".gkd-settings.yaml")
@@ -120,6 +121,9 @@ def _make_absolute(name: str, value: str, here: Path) -> str:
             return f"{here / user_path(directory)}:{part}"
         if looks_like_a_name(directory):
             return value
+        if is_pattern(value):
+            match_files(str(path))
+            return str(path)
         raise ConfigError(f"{name}={value}: there is no such file below {here}")
     if name.endswith(("path", "models")) and not value.startswith("."):
         return value
