@@ -81,7 +81,8 @@ class Events(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         how = "finished" if error is None else describe_error(error)
-        note("end", f"{how} after {time.monotonic() - self._began:.0f} s", failed=kind is not None)
+        last = max(0, self.step - (error is None))  # of a run that has finished none is under way
+        note("end", f"{how} after {time.monotonic() - self._began:.0f} s", step=last, failed=kind is not None)
         log.removeHandler(self)
         _entered.remove(self)
         self._lines.__exit__(kind, error, trace)

@@ -80,7 +80,8 @@ def timeline(steps: Sequence[int]) -> str:
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
         for pid, name in enumerate(WORKERS, start=1)
     ]
-    return json.dumps({"traceEvents": [*named, *(event for step in steps for event in trace(step))]})
+    after = trace(steps[-1] + 1)[:1]  # what the driver does when the last step is over
+    return json.dumps({"traceEvents": [*named, *(event for step in steps for event in trace(step)), *after]})
 
 
 def make_run(path: Path, steps: int = 20, samples: Sequence[dict[str, Any]] = ()) -> Path:

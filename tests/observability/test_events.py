@@ -49,7 +49,7 @@ def test_what_happens_is_written_as_it_happens(
     assert (death["kind"], death["step"], death["text"]) == ("death", 1, "rollout rank 1 died")
     assert (restart["kind"], restart["step"], restart["text"]) == ("restart", 1, "rollout rank 1 is there")
     assert (checkpoint["kind"], checkpoint["step"]) == ("checkpoint", 1)
-    assert (end["kind"], end["failed"]) == ("end", False)
+    assert (end["kind"], end["step"], end["failed"]) == ("end", 1, False)
     assert before - 0.01 <= validation["time"] <= end["time"] <= time.time() + 0.01
     assert "checkpoint" not in capfd.readouterr().out  # in the file alone
 

@@ -41,7 +41,7 @@ const tickText = (tick, step) => {
 };
 
 const seconds = value => {
-  const s = Math.round(value % 60), m = Math.floor(value / 60) % 60, h = Math.floor(value / 3600);
+  const whole = Math.round(value), s = whole % 60, m = Math.floor(whole / 60) % 60, h = Math.floor(whole / 3600);
   return h ? `${h} h ${m} min` : m ? `${m} min ${s} s` : `${figure(value)} s`;
 };
 
@@ -66,12 +66,22 @@ const Charts = (() => {
   const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
   const colour = i => colours[`c${i % 8}`];
 
+  // Room for an axis' longest tick; charts whose ticks are short have one width, so that they stand below each other.
+  const fitTicks = (plot, ticks) => {
+    plot.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    return Math.max(64, ...(ticks || []).map(tick => Math.ceil(plot.ctx.measureText(tick).width / devicePixelRatio) + 18));
+  };
+
+  // What is 0 throughout is drawn between 0 and 1, not 100.
+  const range = (_, low, high) => low === null || low === undefined ? [null, null]
+    : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+
   const axis = wide => ({
     stroke: () => colours.muted,
     grid: { stroke: () => colours.grid, width: 1 },
     ticks: { stroke: () => colours.grid, width: 1 },
     font: '11px system-ui, sans-serif',
-    size: wide ? 64 : 26,
+    size: wide ? fitTicks : 26,
     ...(wide ? { values: (_, ticks, __, ___, step) => ticks.map(tick => tickText(tick, step)) } : {}),
   });
 
@@ -132,7 +142,7 @@ const Charts = (() => {
     const plot = new uPlot({
       width: Math.max(200, box.clientWidth - 22), height: 170, legend: { show: false },
       cursor: { sync: { key: 'steps', scales: ['x', null] }, points: { size: 6 } },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range } },
       series: [{}, ...series], bands, axes: [axis(false), axis(true)],
       hooks: { setCursor: [show], draw: [drawMarks(marks || [])] },
     }, data, box);

@@ -4,18 +4,21 @@
 const Lanes = (() => {
   const WIDTH = 1000, ROW = 20, LEFT = 130;
 
+  // Eight colours, then the same ones paler.
+  const paint = i => ({ fill: `var(--c${i % 8})`, opacity: 0.55 ** Math.floor(i / 8) });
+
   const plot = (spans, colours) => {
     const start = Math.min(...spans.map(span => span.start)), end = Math.max(...spans.map(span => span.start + span.length));
     const lanes = [...new Set(spans.map(span => span.lane))];
     const scale = (WIDTH - LEFT - 10) / Math.max(1e-9, end - start);
     const height = lanes.length * ROW + 24;
     const picture = svg('svg', { viewBox: `0 0 ${WIDTH} ${height}`, width: '100%', role: 'img', 'aria-label': 'timeline of a step' });
-    picture.style.minWidth = '560px';
+    picture.style.minWidth = '800px';
     lanes.forEach((lane, i) => picture.append(svg('text', { x: 0, y: i * ROW + 14 }, lane)));
     for (const span of spans) {
       const box = svg('rect', {
         x: LEFT + (span.start - start) * scale, y: lanes.indexOf(span.lane) * ROW + 3, rx: 2, height: ROW - 6,
-        width: Math.max(1, span.length * scale), fill: `var(--c${colours.indexOf(span.name) % 8})`,
+        width: Math.max(1, span.length * scale), ...paint(colours.indexOf(span.name)),
       });
       box.append(svg('title', {}, `${span.name}: ${figure(span.length)} s${span.why ? `, ${span.why}` : ''}`));
       picture.append(box);
@@ -26,8 +29,9 @@ const Lanes = (() => {
   };
 
   const draw = (parent, run, named) => {
-    if (!run.timeline.length) return;
-    const steps = [...new Set(run.timeline.map(span => span.step))].sort((a, b) => a - b);
+    const last = run.steps[run.steps.length - 1]; // of what the driver does after it nothing is to be chosen
+    const steps = [...new Set(run.timeline.map(span => span.step))].filter(step => step <= last).sort((a, b) => a - b);
+    if (!steps.length) return;
     const colours = [...new Set(run.timeline.map(span => span.name))];
     const place = el('div', { class: 'scroll' });
     const choose = el('select', { 'aria-label': 'step', onchange: () => show(Number(choose.value)) },
@@ -36,8 +40,8 @@ const Lanes = (() => {
     choose.value = steps[steps.length - 1];
     show(steps[steps.length - 1]);
     const legend = el('div', { class: 'legend' }, ...colours.map((name, i) => {
-      const swatch = el('i');
-      swatch.style.borderTopColor = `var(--c${i % 8})`;
+      const swatch = el('i'), { fill, opacity } = paint(i);
+      Object.assign(swatch.style, { borderTopColor: fill, opacity });
       return el('span', {}, swatch, name);
     }));
     parent.append(el('figure', { style: 'margin-top: 12px' }, el('h3', {}, named ? `timeline: ${run.name} ` : 'timeline ', choose), legend, place));

@@ -76,7 +76,7 @@ const events = parent => {
   const rows = runs.flatMap(run => run.events.filter(event => event.kind !== 'validation').map(event => [run, event]));
   if (!rows.length) return;
   const class_of = { warning: 'warn', death: 'bad', restart: 'bad' };
-  parent.append(el('div', { class: 'scroll' }, el('table', {},
+  parent.append(el('div', { class: 'scroll', style: 'margin-top: 12px' }, el('table', {},
     el('tr', {}, ...[runs.length > 1 ? 'run' : null, 'step', 'when', 'what', ''].filter(x => x !== null).map(name => el('th', {}, name))),
     ...rows.map(([run, event]) => el('tr', {},
       runs.length > 1 ? el('td', {}, run.name) : null, el('td', { class: 'n' }, share(event.step)),

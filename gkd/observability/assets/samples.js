@@ -105,6 +105,7 @@ const Samples = (() => {
       return;
     }
     const columns = COLUMNS.filter(([, get]) => all.some(sample => get(sample) !== null && get(sample) !== undefined));
+    const taught = all.some(sample => sample.tokens && sample.tokens.h);
     const body = el('tbody'), count = el('span', { class: 'muted' });
     const search = el('input', { type: 'search', placeholder: 'search prompts and responses', 'aria-label': 'search' });
     const more = el('button', { type: 'button' }, 'more');
@@ -143,8 +144,9 @@ const Samples = (() => {
     open = rows().find(sample => sample.tokens) || null;
     parent.append(
       el('p', {}, search, count),
-      el('p', { class: 'muted' }, 'A row opens the samples of its prompt side by side. Tokens: log p of the teacher less that of the student, ',
-        '-3', el('span', { class: 'scale' }), '3 nats; point at one for the teacher\u2019s likeliest.'),
+      el('p', { class: 'muted' }, 'A row opens the samples of its prompt side by side.', ...(taught
+        ? [' Tokens: log p of the teacher less that of the student, -3', el('span', { class: 'scale' }),
+          '3 nats; point at one for the teacher\u2019s likeliest.'] : [])),
       el('div', { class: 'scroll' }, el('table', { class: 'samples' }, el('thead', {}, el('tr', {}, ...heads)), body)), more);
     document.body.append(tip);
     fill();

@@ -62,6 +62,8 @@ PROBE = """<script>addEventListener('load', () => setTimeout(() => {
     pixels: Charts.drawn.map(({ plot }) => plot.width), width: innerWidth,
     over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     back: getComputedStyle(document.body).backgroundColor, tip, gaps, cards, text, sorted,
+    seconds: [59.4, 59.7, 119.6, 3599.7, 7300].map(seconds), selectable: [...document.querySelectorAll('select option')].map(o => o.value),
+    bounds: Charts.drawn.map(({ plot, lines }) => [lines[0].metric, plot.scales.y.min, plot.scales.y.max]),
     drawn: Number(document.documentElement.dataset.drawn), lanes: lanes(), earlier: chosen(0),
     verdict: [...document.querySelectorAll('.outcome tr')].map(row => [...row.children].map(cell => cell.innerText)),
   })));
@@ -168,10 +170,32 @@ def test_a_step_is_drawn_as_lanes_with_the_causes_of_waits(look: Callable[..., S
     (update,) = (box for box in boxes if box[0].startswith("update") and box[2] == waits[2])
     assert update[1] == pytest.approx(waits[1] + waits[3]) and waits[3] == pytest.approx(3 * update[3])
     assert seen.page["earlier"] == ["19", len(seen.page["lanes"])]
+    assert seen.page["selectable"] == ["19", "20"]  # not what the driver still does after the last one
     bare = make_run(tmp_path / "bare", 2)
     (bare / "timeline.json").unlink()
     without = see([bare], tmp_path)
     assert without.console == [] and without.page["lanes"] is None
+
+
+def test_durations_round_up_to_whole_minutes_and_hours(look: Callable[..., Seen]) -> None:
+    assert look(WIDE).page["seconds"] == ["59.4 s", "1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
+
+
+def test_a_metric_that_is_0_throughout_is_drawn_as_a_share(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    (run / "metrics.jsonl").write_text(lines([row(step) | {"actor/clip_fraction": 0.0} for step in range(3)]))
+    bounds = {metric: ends for metric, *ends in see([run], tmp_path).page["bounds"]}
+    assert bounds["actor/clip_fraction"] == [0, 1]
+    assert bounds["response/length_mean"][0] > 50
+
+
+def test_a_run_without_a_teacher_is_not_explained_the_colours_of_one(
+    look: Callable[..., Seen], tmp_path: Path
+) -> None:
+    assert "teacher less that of the student" in look(WIDE).page["text"]
+    samples = [sample(1, 0)]
+    del samples[0]["tokens"]["teacher"]
+    assert "teacher less" not in see([make_run(tmp_path / "run", 2, samples)], tmp_path).page["text"]
 
 
 def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
