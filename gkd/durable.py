@@ -66,7 +66,10 @@ def hold(descriptor: int, shared: bool = False) -> bool:
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Put the directory ``new`` in the place of ``path``, flushed, with the permissions that new files have."""
+    """Put the directory ``new`` in the place of ``path``, flushed, with the permissions that new files have.
+
+    Both are on one file system, and ``path`` is no link. Raises OSError.
+    """
     _apply_umask(new)
     for file in (*new.rglob("*"), new):
         flush(file)

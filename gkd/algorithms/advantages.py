@@ -28,11 +28,15 @@ class AdvantageEstimator(ABC):
         """No settings; those of a class of its own appear as ``algorithm.advantage.NAME``."""
 
     needs_batch: ClassVar[bool] = False
-    """Whether it looks at several groups at once, so that none can be learned from before all are there."""
+    """Whether it looks at several groups at once, so that none can be learned from before all are there. True of a
+    class that overrides :meth:`__call__`, unless it states otherwise.
+    """
 
     def __init_subclass__(cls) -> None:
-        """Note whether a class overrides :meth:`__call__`."""
-        cls.needs_batch = cls.__call__ is not AdvantageEstimator.__call__
+        """Note whether a class overrides :meth:`__call__` without stating what it needs."""
+        owner = next(base for base in cls.__mro__ if vars(base).keys() & {"needs_batch", "__call__"})
+        if "needs_batch" not in vars(owner):
+            cls.needs_batch = True
 
     def __init__(self, config: Any) -> None:
         self.config = config

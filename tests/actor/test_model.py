@@ -33,6 +33,15 @@ def test_settings_of_generation_are_written_as_they_were(settings: dict[str, obj
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), student.lm.parameters(), strict=True))
 
 
+def test_a_student_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    source, place, link = save_model(tmp_path / "source"), tmp_path / "large" / "student", tmp_path / "model"
+    (place / "old").mkdir(parents=True)
+    link.symlink_to(place)
+    write_pretrained(load(source), str(source), Lora(), torch.float32, link, writes=True)
+    assert link.is_symlink() and (place / "model.safetensors").exists() and not (place / "old").exists()
+    assert [path.name for path in place.parent.iterdir()] == ["student"]
+
+
 @pytest.mark.parametrize("settings", [{"temperature": 0.6}, {"eos_token_id": [1, 2]}, None])
 def test_what_is_written_stops_where_the_chat_template_ends_a_turn(
     settings: dict[str, object] | None, tmp_path: Path

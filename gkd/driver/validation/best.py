@@ -20,7 +20,8 @@ class BestModel:
     """
 
     def __init__(self, metric: str, output: Path) -> None:
-        self.metric, self.directory, self.file = metric, output / "best", output / "best.json"
+        self.metric, self.file = metric, output / "best.json"
+        self.directory = (output / "best").resolve()  # written where a link leads
         self.value: float | None = None
         if self.file.exists():
             best = json.loads(self.file.read_text(encoding="utf-8"))
@@ -38,7 +39,7 @@ class BestModel:
         value = measured.get(self.metric)
         if value is None or (self.value is not None and not is_better(self.metric, value, self.value)):
             return
-        new = self.directory.with_name(".best.new")
+        new = self.directory.with_name(f".{self.directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         actor.save(str(new), attend)
         durable.replace_directory(new, self.directory)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from gkd.config.output_files import whole_lines
 from gkd.config.validating import StopEarly, require_measured
 
 
 class EarlyStop:
     """Looks at a figure of validation, from the first row of metrics.jsonl on, so that a run that goes on has it.
 
-    ``rows``: that file of the run.
+    ``rows``: that file of the run, whose last line may be torn. Raises ConfigError for another that cannot be read.
     """
 
     def __init__(self, settings: StopEarly, rows: Path) -> None:
@@ -37,11 +37,7 @@ class EarlyStop:
 
 
 def _read_figures(settings: StopEarly, rows: Path) -> list[tuple[int, float]]:
-    if settings.metric is None or not rows.exists():
+    metric = settings.metric
+    if metric is None:
         return []
-    figures = []
-    for line in rows.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if settings.metric in row:
-            figures.append((int(row["step"]), float(row[settings.metric])))
-    return figures
+    return [(row["step"], float(row[metric])) for row in whole_lines(rows, step=int) if metric in row]

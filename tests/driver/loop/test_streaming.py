@@ -87,6 +87,39 @@ class OverTheBatch(AdvantageEstimator):
         return rewards
 
 
+class Inherits(OverTheBatch):
+    """Looks at all groups as well."""
+
+
+class GroupByGroup(OverTheBatch):
+    """Looks at one group at a time."""
+
+    needs_batch = False
+
+    def __call__(self, rewards: Any, groups: Any) -> Any:
+        return rewards
+
+
+class ComparesRuns(AdvantageEstimator):
+    """Looks at all groups in code of its own elsewhere."""
+
+    needs_batch = True
+
+    def compute_advantages(self, rewards: Any) -> Any:
+        return rewards
+
+
+class Mixed(ComparesRuns):
+    """Inherits what it needs."""
+
+
+def test_a_class_needs_the_batch_where_it_overrides_call_or_states_so() -> None:
+    assert OverTheBatch.needs_batch and Inherits.needs_batch
+    assert not GroupByGroup.needs_batch
+    assert ComparesRuns.needs_batch and Mixed.needs_batch
+    assert not AdvantageEstimator.needs_batch
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

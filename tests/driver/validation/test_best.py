@@ -41,6 +41,16 @@ def test_the_student_is_written_when_it_is_better_than_ever(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best.json"]
 
 
+def test_a_link_to_another_place_stays_and_the_student_is_written_there(tmp_path: Path) -> None:
+    place, run = tmp_path / "large" / "students", tmp_path / "run"
+    place.mkdir(parents=True)
+    run.mkdir()
+    (run / "best").symlink_to(place)
+    assert looked(BestModel("val/accuracy", run), Actor(), [0.1, 0.2]) == [1, 2]
+    assert (run / "best").is_symlink() and (place / "model.txt").read_text() == "2"
+    assert [path.name for path in place.parent.iterdir()] == ["students"]
+
+
 def test_a_divergence_is_better_the_smaller_it_is(tmp_path: Path) -> None:
     assert looked(BestModel("val/reverse_kl", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
 

@@ -45,6 +45,16 @@ def test_a_figure_that_validation_does_not_measure_is_refused(tmp_path: Path) ->
         stop.require({"val/loss": 1.0})
 
 
+def test_a_torn_last_line_is_left_out_and_another_is_named(tmp_path: Path) -> None:
+    rows, settings = tmp_path / "metrics.jsonl", StopEarly(metric="val/accuracy", patience=1)
+    whole = "".join(json.dumps({"step": step, "val/accuracy": 0.5}) + "\n" for step in (0, 10))
+    rows.write_text(whole + '{"step": 20, "val/accu')
+    assert EarlyStop(settings, rows).reason is not None
+    rows.write_text("garbled\n" + whole)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl line 1"):
+        EarlyStop(settings, rows)
+
+
 def test_a_run_that_was_stopped_is_finished_until_it_is_to_wait_longer(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 20}))
