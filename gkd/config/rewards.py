@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
@@ -144,12 +145,15 @@ class Reward(OpenSections):
         return dict(zip(self.functions, self.weights or [1.0] * len(self.functions), strict=True))
 
     def labels(self) -> dict[str, str]:
-        """Return names for metrics: the last part of each function's name, or all of it where another has the same."""
-        last = [shorten_name(name) for name in self.functions]
-        # reward/mean is that of all of them.
+        """Return names for metrics: the last part of each function's name.
+
+        Where another has the same it is that with the name of its file or module, or all of it (MLflow takes no //).
+        """
+        forms = [(shorten_name(name), name.rpartition("/")[2], name.lstrip("/")) for name in self.functions]
+        taken = Counter(form for own in forms for form in set(own)) + Counter(["mean"])  # reward/mean is that of all
         return {
-            name: name if last.count(own) > 1 or own == "mean" else own
-            for name, own in zip(self.functions, last, strict=True)
+            name: next((form for form in own if taken[form] == 1), own[-1])
+            for name, own in zip(self.functions, forms, strict=True)
         }
 
     def functions_needing_answers(self) -> list[str]:

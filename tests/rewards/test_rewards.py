@@ -31,6 +31,22 @@ def configured(name: str, **settings: object) -> Reward:
     return load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": reward}).reward
 
 
+def test_rewards_with_one_last_name_are_told_apart_by_file_or_module_in_metrics(tmp_path: Path) -> None:
+    def labels(*names: str) -> list[str]:
+        for name in names:
+            if ".py:" in name:
+                file = Path(name.rpartition(":")[0])
+                file.parent.mkdir(exist_ok=True)
+                file.write_text("def score(completion): return 1.0\ndef mean(completion): return 1.0\n")
+        return list(Reward.model_validate({"functions": list(names)}).labels().values())
+
+    one, two, other = (f"{tmp_path}/{place}" for place in ("one.py", "two.py", "sub/one.py"))
+    assert labels(f"{one}:score", "accuracy", f"{one}:mean") == ["score", "accuracy", "one.py:mean"]
+    assert labels(f"{one}:score", f"{two}:score") == ["one.py:score", "two.py:score"]
+    whole = f"{tmp_path}/".lstrip("/")
+    assert labels(f"{one}:score", f"{other}:score") == [f"{whole}one.py:score", f"{whole}sub/one.py:score"]
+
+
 def test_accuracy() -> None:
     assert value("accuracy", make_completion("so it is #### 4")) == 1.0
     assert value("accuracy", make_completion("so it is #### 5")) == 0.0

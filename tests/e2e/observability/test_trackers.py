@@ -58,3 +58,23 @@ def test_mlflow_keeps_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         (2, 1.25),
     ]
     assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step_1.json"]
+
+
+def test_mlflow_takes_rewards_of_one_last_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed (pip install 'gkd[mlflow]')")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "own.py").write_text("def score(completion): return 1.0\n")
+    functions = [f"{tmp_path}/{place}/own.py:score" for place in ("one", "two")]
+    settings = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": functions}}
+    config = load({**settings, "trainer": {"trackers": ["mlflow"]}})
+    values = {f"reward/{label}/mean": float(i) for i, label in enumerate(config.reward.labels().values())}
+    write(config, tmp_path, [{"step": 0, **values}])
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == values
+    assert [record for record in caplog.records if record.name == "gkd"] == []
