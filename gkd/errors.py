@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import IO, NoReturn
 
@@ -103,6 +103,20 @@ def entry_point(main: Callable[[list[str]], int]) -> Callable[..., int]:
         return catch_errors(lambda: main(sys.argv[1:] if arguments is None else list(arguments)))
 
     return run
+
+
+@contextlib.contextmanager
+def end_with_reader() -> Iterator[None]:
+    """End the program without a word, by SIGPIPE as others do, once nobody reads what the block prints (``| head``).
+
+    For programs that print and do nothing else.
+    """
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        print(end="", flush=True)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 CLOSED = "failed: standard output was closed before the end: the program that read it has ended"

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, entry_point  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, end_with_reader, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,12 +38,13 @@ def main(arguments: Sequence[str]) -> int:
 
     out = console()
     rows = compare_all(read_all(options.files), options.score, options.baseline, out.print)
-    show(rows, out)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {options.json}: {error.strerror}") from None
+    with end_with_reader():
+        show(rows, out)
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gkd.errors import Parser, entry_point  # imports nothing that may be missing
+from gkd.errors import Parser, end_with_reader, entry_point  # imports nothing that may be missing
 
 
 @entry_point
@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     config, out = compose(options.overrides), console()
     log_to(out)
     seen = preview(config, out.print)
-    show(seen, config, out, options.rows)
+    with end_with_reader():
+        show(seen, config, out, options.rows)
     if seen.error is not None:
         raise seen.error
     return 0

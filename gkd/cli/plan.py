@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, entry_point  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, end_with_reader, entry_point  # imports nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -46,12 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.planning.advice.report import show
 
     result = make(options.overrides, options.run, options.best, options.by_memory)
-    show(result)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps(result.json(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {options.json}: {error.strerror}") from None
+    with end_with_reader():
+        show(result)
     return 0 if all(group.fits for group in result.memory) or result.splits else 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from gkd.errors import Parser, entry_point
+from gkd.errors import Parser, end_with_reader, entry_point
 
 WIDTH = 110
 
@@ -31,9 +31,11 @@ def show(words: Sequence[str]) -> None:
     from gkd.config.compose import groups
     from gkd.config.describe import describe_all, search
 
-    for setting in search(words) if words else describe_all():
-        kind = f"  ({setting.kind})" if setting.kind else ""
-        print(f"{setting.name}={setting.default}{kind}")
-        print(textwrap.fill(setting.meaning, WIDTH, initial_indent="    ", subsequent_indent="    "))
-    for group, choices in groups().items() if not words else ():
-        print(f"{group}=  ({' or '.join(choices)})")
+    shown = search(words) if words else describe_all()
+    with end_with_reader():
+        for setting in shown:
+            kind = f"  ({setting.kind})" if setting.kind else ""
+            print(f"{setting.name}={setting.default}{kind}")
+            print(textwrap.fill(setting.meaning, WIDTH, initial_indent="    ", subsequent_indent="    "))
+        for group, choices in groups().items() if not words else ():
+            print(f"{group}=  ({' or '.join(choices)})")

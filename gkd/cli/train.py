@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gkd.driver.output_dir import claim, make_output_dir, require_writable
-from gkd.errors import ConfigError, ControlLost, Parser, RunFailed, entry_point  # imports nothing that may be missing
+from gkd.errors import (  # imports nothing that may be missing
+    ConfigError,
+    ControlLost,
+    Parser,
+    RunFailed,
+    end_with_reader,
+    entry_point,
+)
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -55,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         show(options.overrides)
         return 0
     if options.config:
-        print(dump_yaml(compose(options.overrides)), end="")
+        config = compose(options.overrides)
+        with end_with_reader():
+            print(dump_yaml(config), end="")
         return 0
     if options.multirun:
         from gkd.cli.sweep import sweep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,12 +50,29 @@ def python(*arguments: str, **streams: object) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, text=True, **streams)
 
 
-@pytest.mark.parametrize("command", [("-m", "gkd.main", "--settings"), ("-c", RICH)])
-def test_output_into_a_closed_pipe_ends_with_a_line_and_a_code(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("gkd.main", "--settings"),
+        ("gkd", "settings", "lr"),
+        ("gkd.main", "--config", "+recipe=grpo"),
+        ("gkd.plan", "+recipe=grpo", "model.size=7b", "plan.gpu_type=h100-80gb"),
+    ],
+)
+def test_a_program_that_prints_alone_ends_silently_with_its_reader(command: tuple[str, ...]) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    program = python(*command, stdout=writes, stderr=subprocess.PIPE)
-    both = python(*command, stdout=writes, stderr=writes)
+    program = python("-m", *command, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert program.communicate(timeout=60)[1] == ""
+    assert program.returncode == -signal.SIGPIPE  # which a shell calls 141
+
+
+def test_another_programs_output_into_a_closed_pipe_ends_it_with_a_line_and_a_code() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    program = python("-c", RICH, stdout=writes, stderr=subprocess.PIPE)
+    both = python("-c", RICH, stdout=writes, stderr=writes)
     os.close(writes)
     (line,) = program.communicate(timeout=60)[1].splitlines()
     assert contains_in_order(line, "failed: ", "standard output")

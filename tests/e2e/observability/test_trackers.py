@@ -72,9 +72,9 @@ def test_mlflow_takes_rewards_of_one_last_name(
         (tmp_path / place / "own.py").write_text("def score(completion): return 1.0\n")
     functions = [f"{tmp_path}/{place}/own.py:score" for place in ("one", "two")]
     settings = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": functions}}
-    config = load({**settings, "trainer": {"trackers": ["mlflow"]}})
-    values = {f"reward/{label}/mean": float(i) for i, label in enumerate(config.reward.labels().values())}
-    write(config, tmp_path, [{"step": 0, **values}])
+    scored = load({**settings, "trainer": {"trackers": ["mlflow"]}})
+    values = {f"reward/{label}/mean": float(i) for i, label in enumerate(scored.reward.labels().values())}
+    write(scored, tmp_path, [{"step": 0, **values}])
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == values
     assert [record for record in caplog.records if record.name == "gkd"] == []
