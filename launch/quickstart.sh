@@ -6,4 +6,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 case ${1:-} in -h | --help) usage "$0"; exit ;; esac
 environment
-exec "$PYTHON" -m gkd.main +recipe=on_policy_distill "$@"
+case " $*" in *" +recipe="*) ;; *) set -- +recipe=on_policy_distill "$@" ;; esac
+exec "$PYTHON" -m gkd.main "$@"

@@ -234,6 +234,10 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             raise ConfigError(f"{override.input_line}: names no setting; a group is chosen as {key}=NAME")
         if key in choices:
             _check_choice(override, choices[key], several=key == "sets")
+            first = next(other for other in parsed if other.key_or_group == key)
+            if first is not override and key != "placement":  # which is a default that one may replace again
+                several = "; several are a list, as +sets='[a,b]'" if key == "sets" else "; one is expected"
+                raise ConfigError(f"{first.input_line} and {override.input_line}: {key} is chosen twice{several}")
         elif key not in known and not is_section and not _may_be_own(key, known):
             raise ConfigError(f"unknown setting {key}{hint(plain_name(key), [*known, *choices])}")
         elif override.is_sweep_override():

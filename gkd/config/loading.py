@@ -32,7 +32,7 @@ CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read what a configuration file holds, unchecked. Raises ConfigError for a file that holds no names and values."""
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(user_path(str(path))), resolve=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except RecursionError:

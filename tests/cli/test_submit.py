@@ -317,15 +317,17 @@ def test_recipes_of_one_sweep_write_beside_each_other(
     assert [output for _, output in PLAYED[-1].submitted.values()] == [tmp_path / "mine"]
 
 
-@pytest.mark.parametrize("place", ["own.yaml", "outputs/a/config.yaml", "../elsewhere.yaml"])
+@pytest.mark.parametrize("place", ["own.yaml", "outputs/a/config.yaml", "../elsewhere.yaml", "~/mine.yaml"])
 def test_a_file_of_settings_goes_with_the_job(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     (here / "outputs" / "a").mkdir(parents=True)
     monkeypatch.setattr(jobs_module, "Jobs", PlayedJobs)
     monkeypatch.chdir(here)
-    (here / place).write_text("recipe: grpo\ntrainer: {seed: 7}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (here / Path(place).expanduser()).write_text("recipe: grpo\ntrainer: {seed: 7, output_dir: ~/run}\n")
     assert main(["--address", "http://cluster", place, "actor.lr=0.5"]) == 0
-    (command, _), *_ = PLAYED[-1].submitted.values()
+    (command, output), *_ = PLAYED[-1].submitted.values()
+    assert output == tmp_path / "run"
     job = tmp_path / "jobs" / "1"
     with zipfile.ZipFile(io.BytesIO(PLAYED[-1].package)) as archive:
         archive.extractall(job)

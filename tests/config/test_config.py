@@ -96,6 +96,21 @@ def test_a_text_with_a_literal_interpolation_is_read_again_as_it_is(text: str) -
         assert compose([file.name]) == config
 
 
+def test_a_file_of_settings_in_the_home_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("recipe: grpo\ntrainer: {seed: 5}\n")
+    config = compose(["~/mine.yaml"])
+    assert (config.recipe, config.trainer.seed) == ("grpo", 5)
+    with pytest.raises(ConfigError, match=r"^~/other\.yaml: "):
+        compose(["~/other.yaml"])
+
+
+def test_the_last_placement_counts_and_of_recipes_one_is_chosen() -> None:
+    assert compose(["+recipe=grpo", "placement=cpu", "placement=8gpu"]) == compose(["+recipe=grpo", "placement=8gpu"])
+    with pytest.raises(ConfigError, match=r"\+recipe=grpo and \+recipe=gspo"):
+        compose(["+recipe=grpo", "+recipe=gspo"])
+
+
 @pytest.mark.parametrize("text", ["a ${b", "${trainer.seed}", r"C:\${x}", "${"])
 def test_an_escaped_interpolation_is_the_text(text: str, tmp_path: Path) -> None:
     config = compose([f"trainer.output_dir='{escape(text)}'"])

@@ -48,7 +48,7 @@ def settings_file(overrides: Sequence[str], here: Path) -> tuple[list[str], dict
     names, further = list(overrides), dict[Path, Path]()
     for i, override in enumerate(names):
         if names_file(override):
-            file = here / override
+            file = here / user_path(override)
             goes_along = is_packed(file, here)
             name = file.relative_to(here) if goes_along else SETTINGS
             names[i] = str(name)

@@ -59,6 +59,27 @@ def test_a_job_that_was_queued_again_finds_its_directory_however_it_is_written(w
     assert done.stdout.splitlines() == ["+recipe=grpo", own, "trainer.resume=true"]
 
 
+def test_a_directory_that_a_file_of_settings_names_is_the_jobs(tmp_path: Path) -> None:
+    part = SBATCH.read_text().partition("# A job that was queued again")[2].partition("\n\n")[0].partition("\n")[2]
+    file, run = tmp_path / "own=1.yaml", tmp_path / "run"
+    run.mkdir()
+
+    def settled(content: str, *arguments: str) -> list[str]:
+        file.write_text(content)
+        command = ["bash", "-euc", f'{part}\nprintf "%s\\n" "$@"', "bash", *arguments]
+        job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "GKD_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, env={**os.environ, **job}, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    assert settled(f"trainer: {{output_dir: {run}}}", str(file)) == [str(file), "trainer.resume=true"]
+    assert settled("recipe: grpo\n", str(file)) == [str(file), "trainer.output_dir=outputs/slurm-7"]
+    elsewhere = f"trainer.output_dir={tmp_path / 'other'}"
+    twice = [elsewhere, str(file), f"trainer.output_dir={run}"]
+    assert settled(f"trainer: {{output_dir: {run}}}", elsewhere, str(file)) == [elsewhere, str(file)]
+    assert settled("recipe: grpo\n", *twice) == [*twice, "trainer.resume=true"]  # the last one counts
+
+
 def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path: Path) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
