@@ -119,7 +119,7 @@ class Data(OpenSections):
     def _settings_of_prompts_go_together(self) -> Data:
         if self.system_prompt is not None and self.apply_chat_template is False:
             raise ValueError("system_prompt is part of a chat: apply_chat_template=false excludes it")
-        if self.train_weights is not None and self.train_files and len(self.train_weights) != len(self.train_files):
+        if self.train_weights is not None and len(self.train_weights) != len(self.train_files):
             raise ValueError(f"train_weights={self.train_weights}: there are {len(self.train_files)} train_files")
         places = [place["name"] for place in PLACE.finditer(self.prompt_template or "")]
         if self.answer_key is not None and self.answer_key in places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gkd.config.base import GROUP_OF, Pool
 from gkd.config.run import Config
 
 
@@ -41,9 +42,25 @@ def rates(config: Config) -> Rates:
 
 def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
-    for doubt in (_learning_rate(config), _warmup(config), _staleness(config)):
+    for doubt in (
+        *_idle_pools(config),
+        _learning_rate(config),
+        _warmup(config),
+        _mini_batch(config),
+        _staleness(config),
+    ):
         if doubt is not None:
             yield doubt
+
+
+def _idle_pools(config: Config) -> Iterator[str]:
+    """Yield a warning for each pool with GPUs of its own, as of a placement, whose group the run does not have."""
+    for section, group in GROUP_OF.items():
+        pool: Pool = getattr(config, section)
+        if group in config.groups() or pool.colocate_with is not None or (pool.n_workers == 1 and not pool.ranges()):
+            continue
+        gpus = f"{pool.n_workers} GPU{'s' * (pool.n_workers > 1)}"
+        yield f"{section}.n_gpus_per_node={pool.n_gpus_per_node}: this run has no {group}, so {gpus} of its layout idle"
 
 
 def _learning_rate(config: Config) -> str | None:
@@ -74,6 +91,17 @@ def _warmup(config: Config) -> str | None:
     if n_steps <= total:
         return None
     return f"actor.warmup_steps={n_steps}: the learning rate still rises after trainer.total_steps={total}"
+
+
+def _mini_batch(config: Config) -> str | None:
+    """Return a warning where a batch has fewer samples than an optimizer step is to take; None where it has as many."""
+    size, samples = config.actor.mini_batch_size, config.trainer.batch_size * config.rollout.n
+    if size is None or size <= samples:
+        return None
+    return (
+        f"actor.mini_batch_size={size}: a batch has {samples} samples (trainer.batch_size={config.trainer.batch_size} "
+        f"prompts, rollout.n={config.rollout.n}), which make one optimizer step"
+    )
 
 
 def _staleness(config: Config) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gkd.config import load
+from gkd.config.compose import compose
 from gkd.config.doubts import doubts
 
 
@@ -38,6 +39,26 @@ def test_reverse_kl_on_old_samples_is_warned_of() -> None:
     assert warnings(3, "sampled_reverse_kl") and not warnings(2, "sampled_reverse_kl")
     assert warnings(3, "jsd", beta=1.0) and not warnings(2, "jsd", beta=1.0)  # that is reverse KL
     assert not warnings(3, "jsd", beta=0.5)
+
+
+def test_a_mini_batch_larger_than_a_batch_is_named() -> None:
+    def warnings(size: int) -> list[str]:
+        return list(
+            doubts(load({"actor": {"mini_batch_size": size}, "trainer": {"batch_size": 8}, "rollout": {"n": 4}}))
+        )
+
+    (warning,) = warnings(33)
+    assert warning.startswith("actor.mini_batch_size=33: ") and "32" in warning and warnings(32) == []
+
+
+def test_gpus_of_a_group_that_the_run_does_not_have_are_named() -> None:
+    (warning,) = doubts(compose(["+recipe=grpo", "placement=8gpu"]))
+    assert warning.startswith("teacher.n_gpus_per_node=4: ") and "4 GPUs" in warning
+    assert not list(doubts(compose(["+recipe=on_policy_distill", "placement=8gpu"])))
+    for placement in ("auto", "cpu", "4gpu", "single_gpu"):  # one GPU, or that of another group
+        assert not list(doubts(compose(["+recipe=grpo", f"placement={placement}"])))
+    (exact,) = doubts(compose(["+recipe=grpo", "teacher.gpus=7"]))
+    assert "1 GPU " in exact
 
 
 def test_a_learning_rate_that_never_gets_there_is_named() -> None:

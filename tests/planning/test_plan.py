@@ -49,6 +49,14 @@ def test_a_plan_needs_no_data(model: str, tmp_path: Path, capsys: pytest.Capture
     assert f"{result['pipeline'][0]['seconds']:.2f}" in printed
 
 
+def test_a_plan_states_what_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, "+recipe=grpo", "model.size=0.5b")
+    assert capsys.readouterr().out.startswith("grpo: ")
+    planned(tmp_path)
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line.startswith("on_policy_distill (no +recipe ")
+
+
 def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a GPU here, too: the plan is whether the run fits on one of that size."""
     own = ["+recipe=grpo", "model.size=0.5b"]

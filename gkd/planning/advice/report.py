@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.config.device import GB
+from gkd.config.registry import shorten_name
 from gkd.planning.advice.advise import (
     Advice,
     advise,
@@ -162,8 +163,10 @@ def _summary(report: PlanReport) -> str:
     if layout.models.teacher is not None:
         models.append(f"teacher {_count(layout.models.teacher)}")
     hardware = layout.hardware
+    algorithm = shorten_name(layout.config.algorithm.name)
+    unnamed = " (no +recipe is named)" if layout.config.recipe == "none" else ""
     return (
-        f"{', '.join(models)}; {hardware.name} with {hardware.memory / GB:.1f} GB; a step: "
+        f"{algorithm}{unnamed}: {', '.join(models)}; {hardware.name} with {hardware.memory / GB:.1f} GB; a step: "
         f"{workload.samples:,} samples of {workload.prompt:,} + {workload.response:,} tokens"
     )
 

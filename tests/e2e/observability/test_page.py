@@ -189,9 +189,7 @@ def test_a_metric_that_is_0_throughout_is_drawn_as_a_share(tmp_path: Path) -> No
     assert bounds["response/length_mean"][0] > 50
 
 
-def test_a_run_without_a_teacher_is_not_explained_the_colours_of_one(
-    look: Callable[..., Seen], tmp_path: Path
-) -> None:
+def test_a_run_without_a_teacher_is_not_explained_the_colours_of_one(look: Callable[..., Seen], tmp_path: Path) -> None:
     assert "teacher less that of the student" in look(WIDE).page["text"]
     samples = [sample(1, 0)]
     del samples[0]["tokens"]["teacher"]
