@@ -90,3 +90,8 @@ def test_a_program_leaves_with_its_code_where_a_call_never_returns() -> None:
     program = python("-c", STUCK, stdout=subprocess.PIPE)
     assert program.communicate(timeout=30)[0] == "the last words\n"
     assert program.returncode == 7
+
+
+def test_adapters_bring_no_lines_of_the_libraries_below_them() -> None:
+    done = subprocess.run([sys.executable, "-c", "import gkd.actor.lora"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
