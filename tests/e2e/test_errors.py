@@ -93,5 +93,6 @@ def test_a_program_leaves_with_its_code_where_a_call_never_returns() -> None:
 
 
 def test_adapters_bring_no_lines_of_the_libraries_below_them() -> None:
-    done = subprocess.run([sys.executable, "-c", "import gkd.actor.lora"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", "import gkd.actor.lora"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
