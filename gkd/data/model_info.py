@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,8 @@ class ModelInfo:
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
             positions = _count(positions, f"{name}: max_position_embeddings")
-        return ModelInfo(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text), _rope_positions(text))
+        rope = longrope_positions(text.to_dict())
+        return ModelInfo(vocabulary, positions, sorted(eos), n_tokens, _is_stateful(text), rope)
 
 
 def _ids(value: Any, what: str) -> list[int]:
@@ -82,12 +84,19 @@ def _is_stateful(text: Any) -> bool:
     return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
 
 
-def _rope_positions(text: Any) -> int | None:
-    """Return the length that ModelInfo has of LongRoPE, of all kinds of layers the shortest."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    kinds = [parameters, *(own for own in parameters.values() if isinstance(own, dict))]
-    ends = [own.get("original_max_position_embeddings") for own in kinds if own.get("rope_type") == "longrope"]
-    return min((end - 1 for end in ends if end), default=None)
+def longrope_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the length that ModelInfo has of LongRoPE, of all kinds of layers the shortest.
+
+    ``config``: the entries of a config.json, as this version of transformers or an earlier one writes it.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return None
+    kinds = [rope, *(own for own in rope.values() if isinstance(own, Mapping))]
+    name = "original_max_position_embeddings"
+    long = [own for own in kinds if (own.get("rope_type") or own.get("type")) == "longrope"]
+    ends = [config.get(name) or own.get(name) for own in long]  # as transformers has it
+    return min((end - 1 for end in ends if isinstance(end, int) and end > 1), default=None)
 
 
 def has_experts(config: Any) -> bool:

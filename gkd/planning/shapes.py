@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gkd.config import user_path
-from gkd.data.model_info import EXPERTS
+from gkd.data.model_info import EXPERTS, longrope_positions
 from gkd.errors import ConfigError
 
 Norm = Literal["rms", "gemma", "layer"]
@@ -307,8 +307,8 @@ def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) ->
         root.append(Weight("lm_head", vocabulary, hidden))
     return ModelShape(
         kind, hidden, heads, kv_heads, head_dim, vocabulary, tied, _layers(config, family, common, n_layers),
-        tuple(root), family.norm, family.norms, family.qk_norm, positions=config.get("max_position_embeddings"),
-        note=note, plain_head=LOGIT_CHANGES.isdisjoint(config),
+        tuple(root), family.norm, family.norms, family.qk_norm, note=note, plain_head=LOGIT_CHANGES.isdisjoint(config),
+        positions=min(filter(None, (config.get("max_position_embeddings"), longrope_positions(config))), default=None),
     )  # fmt: skip
 
 

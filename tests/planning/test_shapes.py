@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.planning.shapes import read_shape, shape_of
 
@@ -180,3 +181,26 @@ def test_a_missing_number_is_named(tmp_path: Path) -> None:
         read_shape(str(tmp_path.parent), "teacher.model.path")
     with pytest.raises(ConfigError, match=r"model\.path=/nowhere/x: "):
         read_shape("/nowhere/x", "model.path")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512},
+            "original_max_position_embeddings": 512,
+        },
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512},
+    ],
+)
+def test_longrope_ends_texts_where_a_run_ends_them(rope: dict[str, Any], tmp_path: Path) -> None:
+    """As config.json has it of this version of transformers and of earlier ones."""
+    config = transformers.Phi3Config(**TINY, max_position_embeddings=2048, pad_token_id=0)
+    one_each = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
+    factors = {"short_factor": one_each, "long_factor": one_each}
+    rope = {name: own | factors if isinstance(own, dict) else own for name, own in rope.items()}
+    written = config.to_dict()
+    del written["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(written | rope))
+    info = ModelInfo.read(str(tmp_path), "model.path")
+    assert read_shape(str(tmp_path), "model.path").positions == info.rope_positions == 511
