@@ -12,6 +12,7 @@ Nothing of this has run on a GPU so far.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from gkd.config import Weights
 
 _DEVICE = 6  # place of the device's index among the arguments of torch's rebuild_cuda_tensor
+_COUNTER = slice(
+    11, 13
+)  # and of the file and the place in it where the processes that have the memory open are counted
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -47,6 +51,8 @@ class IpcSender(PackingSender):
     def __init__(self, settings: Weights, device: torch.device) -> None:
         _require_shareable_memory()
         super().__init__(settings, device)
+        self._counters: deque[tuple[Any, ...]] = deque()
+        """Of the buffers that are held: where torch counts, in memory that processes share, who has each open."""
 
     def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> SharedBuffer:
         """Return the layout of the buffer and its handle."""
@@ -60,13 +66,23 @@ class IpcSender(PackingSender):
 
         torch.cuda.current_stream(self.device).synchronize()  # another process does not see this one's streams
         _, arguments = reductions.reduce_tensor(self.packed_bucket)  # type: ignore[no-untyped-call]
+        self._counters.append(arguments[_COUNTER])
         return gpu_of(self.device), arguments
+
+    def forget_receivers(self) -> None:
+        """Close the held buffers for the engine on this GPU, which is gone: torch would keep them for good."""
+        import torch
+
+        for counter in self._counters:
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
 
     def release(self, keep: int = 0) -> None:
         """Free buffers, which the engine has closed."""
         import torch
 
         super().release(keep)
+        while len(self._counters) > keep:
+            self._counters.popleft()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # gives back what an engine had open
 
 

@@ -45,6 +45,7 @@ class Publisher:
             try:
                 if packs:
                     delivery.make_room()
+                    packs = self._has_receivers(delivery)
             except RunFailed as error:
                 failure, packs = error, False
             bucket = self.pack(delivery.push.version, number, packs)
@@ -58,7 +59,14 @@ class Publisher:
             self.sender.release()
             raise failure
         delivery.make_room(0)
+        self._has_receivers(delivery)
         self.sender.release()
+
+    def _has_receivers(self, delivery: Delivery) -> bool:
+        """Return whether any engine still receives from here; where all are lost, nobody has buckets open any more."""
+        if delivery.lost and not delivery.has_receivers:
+            self.sender.forget_receivers()
+        return delivery.has_receivers
 
     def _hand_over(self, bucket: Bucket, delivery: Delivery) -> None:
         delivery.send(bucket)

@@ -60,6 +60,9 @@ class Sender(ABC):
     def release(self, keep: int = 0) -> None:  # noqa: B027 (a sender need not hold anything)
         """Free what :meth:`pack` holds, but the newest ``keep`` buckets: every engine has loaded the others."""
 
+    def forget_receivers(self) -> None:  # noqa: B027 (nor wait for those that hold it)
+        """Count what :meth:`pack` holds as closed by the engines that received from this rank: they are all gone."""
+
     def new_group(self) -> str:
         """Return, on rank 0 of a ``collective`` transfer, the address of a new group. Raises RunFailed where there is
         none.

@@ -13,6 +13,7 @@ from torch import Tensor
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights import ipc, nccl
+from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, digest, pack, split_into_buckets, unpack
 from gkd.weights.publishing import Publisher
 from gkd.weights.transfer import Bucket, Transfer
@@ -128,6 +129,59 @@ def test_a_rank_whose_engine_died_packs_no_more() -> None:
         Bucket(5, number, number == 3) for number in (1, 2, 3)
     ]
     assert publisher.sender.packed_bucket is None
+
+
+class KeepingSender(Sender):
+    """Keeps buffers that somebody has open as they are released, as torch does with CUDA's memory."""
+
+    def __init__(self, settings: Weights, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self.opened: list[int] = []  # numbers of buckets
+        self.kept: list[int] = []
+
+    def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> PackedLayout:
+        self.opened.append(bucket.number)
+        return super().pack(tensors, bucket)
+
+    def forget_receivers(self) -> None:
+        self.opened.clear()
+
+    def release(self, keep: int = 0) -> None:
+        n_held = len(self._held)
+        super().release(keep)
+        if len(self._held) < n_held:
+            self.kept += [number for number in self.opened if number not in self.kept]
+
+
+class Keeping(Transfer):
+    sender = KeepingSender
+
+
+class Losing(Delivery):
+    """Has buckets loaded at once, and loses its only engine instead of the third."""
+
+    sender: KeepingSender
+    n_sent = 0
+
+    def send(self, bucket: Bucket) -> None:
+        self.n_sent += 1
+        if self.n_sent < 3:
+            self.sender.opened.remove(bucket.number)
+
+    def make_room(self, n: int = 1) -> None:
+        if self.n_sent == 3:
+            self._destinations.clear()
+            self.lost[0] = RunFailed("gone")
+
+
+def test_no_bucket_is_kept_for_an_engine_that_is_gone() -> None:
+    tensors = {f"{i}": torch.full((1 << 18,), float(i)) for i in range(6)}
+    publisher = Publisher(Weights(transfer=f"{__name__}:Keeping", bucket_mb=1), CPU, lambda: iter(tensors.items()))
+    delivery, sender = Losing(Push(1, 5, 20.0), [Destination(0, None, 1)]), publisher.sender
+    assert isinstance(sender, KeepingSender)
+    delivery.sender = sender
+    publisher.send(delivery)
+    assert (delivery.n_sent, sender.packed_bucket, sender.kept) == (3, None, [])
 
 
 def test_a_gpu_without_a_handle_is_named() -> None:

@@ -51,11 +51,22 @@ def pushes(context: Context) -> None:
         times.append(_push(plain, version, mine))
     mine.send(None)
     process.join(LIMIT_S)
+    kept = _kept_of_a_reader_that_is_gone(plain)
     copies = [_copy_s(tensors) for _ in range(UNCHECKED)]
     speed, copying = (n_bytes / 1e9 / statistics.median(result[WARM:]) for result in (times, copies))
     context.note(gb_per_s=speed, copy_gb_per_s=copying)
     require(grown < MOST_GROWTH_GIB, f"{grown:.2f} GiB of the GPU's memory were lost in {PUSHES} pushes")
+    require(kept == 0, f"{kept} bytes of a bucket are kept for a process that is gone")
     require(process.exitcode == 0, f"the receiving process ended with {process.exitcode}")
+
+
+def _kept_of_a_reader_that_is_gone(publisher: Publisher) -> int:
+    """Bytes that stay allocated of a bucket that nobody opens."""
+    before = torch.cuda.memory_allocated()
+    publisher.pack(PUSHES + UNCHECKED + 1, 0, packs=True)
+    publisher.sender.forget_receivers()
+    publisher.sender.release()
+    return torch.cuda.memory_allocated() - before
 
 
 def _push(publisher: Publisher, version: int, there: Connection) -> float:
