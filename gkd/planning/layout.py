@@ -289,11 +289,22 @@ def require_lengths(config: Config, models: Models) -> None:
             )
 
 
+def _largest(teachers: Mapping[str, ModelShape]) -> ModelShape:
+    """Return the shape of the largest teacher, with the positions of the shortest, which end texts for all."""
+    name, shape = max(teachers.items(), key=lambda item: item[1].n_parameters)
+    note = (
+        f"each of the teacher's engines is taken to have the largest model, {name}, and as many samples as the others"
+    )
+    positions = min((own.positions for own in teachers.values() if own.positions), default=None)
+    return replace(shape, positions=positions, note="; ".join(filter(None, (shape.note, note))))
+
+
 def _teacher_shape(config: Config) -> ModelShape | None:
     model = config.teacher.model
     if config.teacher.models:
-        several = [read_shape(path, f"teacher.models.{name}") for name, path in config.teacher.models.items()]
-        return max(several, key=lambda shape: shape.n_parameters)
+        return _largest(
+            {name: read_shape(path, f"teacher.models.{name}") for name, path in config.teacher.models.items()}
+        )
     if not config.algorithm.needs_teacher or (model.path is None and model.size is None):
         if config.algorithm.needs_teacher and config.teacher.server_ip is None:
             raise ConfigError(

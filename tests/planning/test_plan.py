@@ -215,6 +215,21 @@ def test_lengths_beyond_the_positions_are_refused(own: str, tmp_path: Path, caps
         assert contains_in_order(error, own.split(maxsplit=1)[0], named, 1024)
 
 
+def test_of_several_teachers_the_largest_is_planned_and_the_shortest_ends_texts(tmp_path: Path) -> None:
+    for name, positions, hidden in (("student", 4096, 64), ("small", 1024, 64), ("large", 4096, 128)):
+        config = Qwen2Config(max_position_embeddings=positions, num_hidden_layers=1, hidden_size=hidden)
+        config.save_pretrained(tmp_path / name)
+    teachers = [f"teacher.models.{name}={tmp_path / name}" for name in ("small", "large")]
+    several = ["data.teacher_key=k", "teacher.n_gpus_per_node=2", "data.max_prompt_length=2000"]
+    own = ["+recipe=on_policy_distill", f"model.path={tmp_path / 'student'}", "plan.gpu_type=l4"]
+    result = planned(tmp_path, *own, *teachers, *several)
+    alone = planned(tmp_path, *own, f"teacher.model.path={tmp_path / 'large'}", "data.max_prompt_length=768")
+    assert result["workload"]["longest"] == alone["workload"]["longest"] == 1024
+    weights = [[g["items"]["weights"] for g in plan["memory"] if g["group"] == "teacher"] for plan in (result, alone)]
+    assert weights[0] == weights[1]
+    assert any("large" in note for note in result["notes"])
+
+
 def test_a_run_refuses_a_size_without_a_model() -> None:
     config = compose([*DATA, "+recipe=grpo", "model.size=7b"])
     with pytest.raises(ConfigError, match=r"model\.size=7b .*model\.path"):
