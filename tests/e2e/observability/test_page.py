@@ -191,10 +191,10 @@ def test_a_metric_that_is_0_throughout_is_drawn_as_a_share(tmp_path: Path) -> No
 
 
 def test_a_run_without_a_teacher_is_not_explained_the_colours_of_one(look: Callable[..., Seen], tmp_path: Path) -> None:
-    assert "teacher less that of the student" in look(WIDE).page["text"]
+    assert "3 nats" in look(WIDE).page["text"]
     samples = [sample(1, 0)]
     del samples[0]["tokens"]["teacher"]
-    assert "teacher less" not in see([make_run(tmp_path / "run", 2, samples)], tmp_path).page["text"]
+    assert "3 nats" not in see([make_run(tmp_path / "run", 2, samples)], tmp_path).page["text"]
 
 
 def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
