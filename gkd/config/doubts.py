@@ -60,7 +60,7 @@ def _idle_pools(config: Config) -> Iterator[str]:
         if group in config.groups() or pool.colocate_with is not None or (pool.n_workers == 1 and not pool.ranges()):
             continue
         gpus = f"{pool.n_workers} GPU{'s' * (pool.n_workers > 1)}"
-        yield f"{section}.n_gpus_per_node={pool.n_gpus_per_node}: this run has no {group}, so {gpus} of its layout idle"
+        yield f"{section}.n_gpus_per_node={pool.n_gpus_per_node}: this run has no {group}, so {gpus} stay idle"
 
 
 def _learning_rate(config: Config) -> str | None:
