@@ -41,9 +41,11 @@ class ActorGroup(ActorRanks):
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Return whether the ranks hold sequences of ``lengths`` tokens in one micro-batch each."""
-        if sum(lengths) <= self._budget:
+        total, n_ranks = sum(lengths), len(self.group)
+        # Longest first leaves no rank more than the mean of all and one sequence (Graham, 1969): mostly that is enough.
+        if total <= self._budget or total + n_ranks * max(lengths) <= n_ranks * self._budget:
             return True
-        shares = balance_over_ranks(lengths, len(self.group))
+        shares = balance_over_ranks(lengths, n_ranks)
         return all(sum(lengths[i] for i in part) <= self._budget for part in shares if len(part) > 1)
 
     def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:

@@ -19,15 +19,9 @@ _MEANS, _RATIO, _LARGEST = ("kl", "is_ratio_mean"), "is_ratio_mean", "is_ratio_m
 
 def stale_tokens(samples: Sequence[TrainingSample], version: int) -> Tensor:
     """Return which of the samples' sampled tokens [N], laid end to end, older weights than ``version`` sampled."""
-    return torch.tensor(
-        [
-            span.version < version
-            for sample in samples
-            for span in sample.versions
-            for _ in range(span.stop - span.start)
-        ],
-        dtype=torch.bool,
-    )
+    spans = [span for sample in samples for span in sample.versions]
+    stale = torch.tensor([span.version < version for span in spans], dtype=torch.bool)
+    return stale.repeat_interleave(torch.tensor([span.stop - span.start for span in spans], dtype=torch.int64))
 
 
 def split_by_age(

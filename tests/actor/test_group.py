@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import gkd.actor.group
+from gkd.actor.batches import balance_over_ranks
 from gkd.actor.group import ActorGroup
 from gkd.config import load
 from gkd.errors import OutOfMemory
@@ -52,3 +55,13 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
     assert actor.evaluate([training_sample(2)]) == {"distill/reverse_kl": 0.5}
     first, again = ["accumulate_chunks", "accumulate_chunks"], "accumulate_chunks"  # all of them in one call
     assert ranks.did == [*first, "evaluate", "start again", "set_token_budget 30", again, "evaluate"]
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(1, 4))
+@example([31, 30, 30, 30], 2)  # within the bound of the mean and the longest, to the token
+@example([61], 2)  # alone with its rank, whatever its length
+def test_what_fits_is_what_every_rank_can_take_in_one_micro_batch(lengths: list[int], n_ranks: int) -> None:
+    group: Any = range(n_ranks)
+    actor = ActorGroup(group, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: group)
+    shares = balance_over_ranks(lengths, n_ranks)
+    assert actor.fits(lengths) == all(sum(lengths[i] for i in part) <= 60 or len(part) == 1 for part in shares)
