@@ -173,10 +173,11 @@ def _policy_gradient_is_on_policy(config: Config) -> None:
 def _dropout_leaves_the_ratio(config: Config) -> None:
     """Ask for the same network in the passes that a ratio compares: dropout makes another one of each."""
     dropout, algorithm = config.actor.lora.dropout if config.actor.lora.r is not None else 0.0, config.algorithm
-    if dropout and algorithm.policy_weight and (updates := config.several_updates) is not None:
+    if dropout and algorithm.weighs_samples and (updates := config.several_updates) is not None:
+        by = f"name={algorithm.name}" if algorithm.needs_policy else f"loss.name={algorithm.loss.name}"
         raise ValueError(
-            f"actor.lora.dropout={dropout:g}: {updates}, and algorithm.name={algorithm.name} compares the student of "
-            "each with that before, which dropout makes another one; actor.lora.dropout=0 would do"
+            f"actor.lora.dropout={dropout:g}: {updates}, and algorithm.{by} compares the student of each with that "
+            "before, which dropout makes another one; actor.lora.dropout=0 would do"
         )
 
 
