@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
         scorers["reference"] = find_reference(config, student)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
-    _require_usable(config, student, scorers, models["student"])
+    _require_usable(config, student, scorers)
     longest = max_length(config, models)
     if config.reward_model.model.path is not None and config.has_reward_model_group:
         scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
@@ -89,6 +89,8 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     files = {"train": train, "val": val}
     prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
     val_sets = _val_sets(config, tokenizer, longest, report)
+    asked = {f"data.val_sets.{s.name}.files": [q.prompt for q in s.questions] for s in val_sets}
+    _require_rows(asked, tokenizer, models["student"].n_tokens)
     return Inputs(
         student,
         scorers,
@@ -145,15 +147,22 @@ def settle_data(
         for name in ("train", "val") if config.algorithm.is_supervised else ("train",):
             with_answer = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
             prompts[name] = replace(prompts[name], prompts=with_answer)
+    by_setting = {f"data.{name}_files": loaded.prompts for name, loaded in prompts.items()}
+    _require_rows(by_setting, tokenizer, student.n_tokens)
     return prompts, own
 
 
 def read_models(student: str, scorers: Mapping[str, str], tokenizer: Any) -> dict[str, ModelInfo]:
-    """Describe the student, which has this ``tokenizer``, and the models that score, by name."""
+    """Describe the student, which has this ``tokenizer``, and the models that score, by name.
+
+    The student's ``n_tokens`` are those that all of them have a row for: a tokenizer may have more, as that of Gemma 3
+    has for images, and what a scorer lacks must not be sampled.
+    """
     models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
     for name, path in scorers.items():
         models[name] = ModelInfo.read(path, model_setting(name))
-    return models
+    n_tokens = min(models["student"].n_tokens, *(model.vocabulary for model in models.values()))
+    return {**models, "student": replace(models["student"], n_tokens=n_tokens)}
 
 
 def see_as_teachers(
@@ -227,17 +236,13 @@ def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
     return min(engines, key=lambda name: bool(settings.registry.load(name).needs_vllm))
 
 
-def _require_usable(config: Config, student: str, scorers: dict[str, str], model: ModelInfo) -> None:
-    """Raise ConfigError where engines or adapters cannot have a model, or the student lacks rows for its tokens."""
+def _require_usable(config: Config, student: str, scorers: dict[str, str]) -> None:
+    """Raise ConfigError where engines or adapters cannot have a model."""
     _require_engines_run(config, student, scorers)
     if config.actor.lora.r is not None:
         from gkd.actor.lora import require_adaptable  # imports torch and peft
 
         require_adaptable(student, config.actor.lora)
-    if model.n_tokens > model.vocabulary:
-        raise ConfigError(
-            f"model.path={student}: its tokenizer has ids up to {model.n_tokens - 1}, the model {model.vocabulary} rows"
-        )
 
 
 def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) -> None:
@@ -308,6 +313,22 @@ def _require_answers(config: Config, train: PromptSet) -> None:
             f"data.answer_key={config.data.answer_key}: {len(lacking)} of {len(train.prompts)} training prompts have "
             f"no answer, and {why}; the first is row {lacking[0].id + 1} of data.train_files"
         )
+
+
+def _require_rows(sets: Mapping[str, Iterable[Prompt]], tokenizer: Any, n_tokens: int) -> None:
+    """Raise ConfigError for a prompt, of ``sets`` by setting, with a token that is not among the first ``n_tokens``."""
+    if max(tokenizer.get_vocab().values()) < n_tokens:
+        return
+    for setting, prompts in sets.items():
+        for prompt in prompts:
+            views = (prompt.token_ids, prompt.answer_ids, prompt.teacher_ids)
+            highest = max(int(ids.max()) for ids in views if ids is not None)
+            if highest >= n_tokens:
+                token = tokenizer.convert_ids_to_tokens(highest)
+                raise ConfigError(
+                    f"row {prompt.id + 1} of {setting} has the token {token!r} ({highest}), and not all models have "
+                    f"more than {n_tokens} rows of logits"
+                )
 
 
 def _require_columns(config: Config, prompts: Mapping[str, PromptSet]) -> None:

@@ -100,6 +100,39 @@ def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(m
     assert one == moved and one["val_sets.hard"] != other["val_sets.hard"]
 
 
+@pytest.mark.parametrize(("asks", "message"), [("a", None), ("a d", r"row 1 of data\.train_files .*'d' \(8\)")])
+def test_a_tokenizer_may_have_more_tokens_than_a_model_has_rows_if_no_prompt_has_them(
+    models: Path, tmp_path: Path, asks: str, message: str | None
+) -> None:
+    """As that of Gemma 3 has one for images, and its models for text have none."""
+    save_model(tmp_path / "text", vocab_size=8)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": asks, "answer": "b"}) + "\n")
+    config = own(models, "base", train_files=[str(tmp_path / "data.jsonl")])
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "text")})})
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        assert find_inputs(config, lambda line: None).model.n_tokens == 8
+
+
+def test_questions_of_sets_have_tokens_that_models_have_rows_for(models: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "text", vocab_size=8)
+    (tmp_path / "set.jsonl").write_text(json.dumps({"prompt": "d", "answer": "b"}) + "\n")
+    sets = {"hard": {"files": [str(tmp_path / "set.jsonl")], "answer_key": "answer"}}
+    config = own(models, "base", val_sets=sets)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "text")})})
+    with pytest.raises(ConfigError, match=r"row 1 of data\.val_sets\.hard\.files"):
+        find_inputs(config, lambda line: None)
+
+
+def test_what_a_teacher_has_no_row_for_is_not_sampled(models: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "teacher", vocab_size=7)
+    teacher = {"model": {"path": str(tmp_path / "teacher")}, "engine": "torch"}
+    config = own(models, "base")
+    distilling = load({**config.model_dump(include={"model", "data"}, exclude_unset=True), "teacher": teacher,
+                       "rollout": {"engine": "hf"}})  # fmt: skip
+    inputs = find_inputs(distilling, lambda line: None)
+    assert inputs.model.n_tokens == inputs.teacher_vocabulary == 7 < inputs.model.vocabulary
+
+
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_sequences_end_before_longrope_takes_other_frequencies(
     models: Path, engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
