@@ -73,10 +73,13 @@ def replace_directory(new: Path, path: Path) -> None:
     _apply_umask(new)
     for file in (*new.rglob("*"), new):
         flush(file)
-    if path.exists():
-        shutil.rmtree(path)
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():  # what it holds takes long to delete, so its name goes first
+        path.replace(old)
     new.replace(path)
     flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)  # what stays is in nobody's way, and goes the next time
 
 
 def _apply_umask(directory: Path) -> None:

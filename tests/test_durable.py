@@ -61,8 +61,35 @@ def test_a_directory_is_flushed_file_by_file_before_its_name(order: list[tuple[s
     os.umask(umask)
     assert stat.S_IMODE((path / "inner" / "weights").stat().st_mode) == 0o666 & ~umask
     renamed = order.index(("rename", str(path)))
-    assert {name for _, name in order[:renamed]} == {str(new), f"{new}/inner", f"{new}/inner/weights"}
+    flushed = {name for kind, name in order[:renamed] if kind == "fsync"}
+    assert flushed == {str(new), f"{new}/inner", f"{new}/inner/weights"}
     assert order[renamed + 1 :] == [("fsync", str(tmp_path))]
+
+
+def test_a_crash_while_an_old_directory_is_deleted_leaves_the_new_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights take seconds to delete."""
+    path, unlink = tmp_path / "best", os.unlink
+    for content in ("old", "new"):
+        (tmp_path / content).mkdir()
+        for file in ("config", "weights"):
+            (tmp_path / content / file).write_text(content)
+    replace_directory(tmp_path / "old", path)
+
+    def crash(name: str, *, dir_fd: int | None = None) -> None:
+        if Path(name).name == "weights":
+            raise Crash
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", crash)
+    with pytest.raises(Crash):
+        replace_directory(tmp_path / "new", path)
+    monkeypatch.undo()
+    assert {file.name: file.read_text() for file in path.iterdir()} == {"config": "new", "weights": "new"}
+    (tmp_path / "new").mkdir()
+    replace_directory(tmp_path / "new", path)
+    assert [file.name for file in tmp_path.iterdir()] == ["best"] and not list(path.iterdir())
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
