@@ -144,8 +144,8 @@ class ActorGroup(ActorRanks):
         settings = self.config.actor
         size = settings.mini_batch_size or len(samples)
         parts = [samples[i : i + size] for i in range(0, len(samples), size)]
-        # Later updates' ratios are against the weights that the first one starts from; the data's answers have none.
-        old = settings.epochs * len(parts) > 1 and not self.config.algorithm.is_supervised
+        # Ratios of later updates are against the weights that the first one starts from.
+        old = settings.epochs * len(parts) > 1 and self.config.algorithm.weighs_samples
         reference = self._is_own_reference
         for part in parts if old or reference else []:
             shares = self._shares(part)

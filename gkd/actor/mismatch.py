@@ -24,6 +24,11 @@ def stale_tokens(samples: Sequence[TrainingSample], version: int) -> Tensor:
     return stale.repeat_interleave(torch.tensor([span.stop - span.start for span in spans], dtype=torch.int64))
 
 
+def leave_out(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics of a micro-batch, sums or the largest, without those of the mismatch."""
+    return {name: value for name, value in values.items() if not name.startswith("mismatch/")}
+
+
 def split_by_age(
     sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], stale: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from gkd.actor.batches import Metrics, pack
 from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_failure_text, is_compile_failure
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.actor.mismatch import compute_means, split_by_age, stale_tokens
+from gkd.actor.mismatch import compute_means, leave_out, split_by_age, stale_tokens
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates
 from gkd.actor.staging import Staging
@@ -298,6 +298,7 @@ class RankTrainer:
         # FSDP gathers on all ranks at once, so all do as many passes; and all report the same metrics.
         n_parts, top_k, any_old = self._agree(len(parts), widest, int(any(values is not None for values in old)))
         has_old = bool(any_old) and train
+        has_moved = train and not has_old and bool(self.staging.rows)  # from what the engines have, by earlier updates
         losses, sums = (defaultdict[str, Tensor](self._make_zero) for _ in range(2))
         largest: dict[str, Tensor] = {}
         for part in [*parts, *[[]] * (n_parts - len(parts))]:
@@ -317,7 +318,9 @@ class RankTrainer:
                 # FSDP averages gradients over ranks; the weights are those of the batch of all of them.
                 (total * self.world).backward()
             by_token, most = measured.sums, measured.largest
-            if self.config.schedule.max_staleness and train:
+            if has_moved:
+                by_token, most = leave_out(by_token), leave_out(most)
+            elif self.config.schedule.max_staleness and train:
                 stale = send(stale_tokens([samples[i] for i in part], self.start_version), self.device)
                 by_token, most = split_by_age(by_token, most, stale)
             for name, value in measured.losses.items():

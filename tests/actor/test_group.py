@@ -57,6 +57,20 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
     assert ranks.did == [*first, "evaluate", "start again", "set_token_budget 30", again, "evaluate"]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "computed"), [({"name": "on_policy_distill"}, 0), ({"loss": {"name": "sampled_reverse_kl"}}, 2)]
+)
+def test_log_probabilities_are_computed_beforehand_where_ratios_are_taken(
+    algorithm: dict[str, Any], computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks: Any = Ranks()
+    config = load({"actor": {"mini_batch_size": 1}, "algorithm": algorithm})
+    actor = ActorGroup(ranks, config, "", lambda: ranks)
+    monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
+    actor.update([training_sample(key) for key in range(2)], 1)
+    assert ranks.did == ["compute_logprobs"] * computed + ["update"] * 2
+
+
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(1, 4))
 @example([31, 30, 30, 30], 2)  # within the bound of the mean and the longest, to the token
 @example([61], 2)  # alone with its rank, whatever its length

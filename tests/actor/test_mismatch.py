@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+from gkd.actor import training
+from gkd.actor.loading import load
 from gkd.actor.mismatch import SHARE, compute_means, split_by_age, stale_tokens
+from gkd.actor.optimizer import adamw
+from gkd.actor.staging import Staging
+from gkd.actor.training import RankTrainer
+from gkd.config.compose import compose
 from gkd.types import TrainingSample, VersionSpan
+from tests.actor import models
 from tests.samples import training_sample
 
 
@@ -58,3 +66,24 @@ def test_an_empty_micro_batch_has_no_tokens_of_any_age() -> None:
     sums, largest = split_by_age({"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, stale_tokens([], version=4))
     assert all(len(values) == 0 for values in sums.values())
     assert all(float(value) == 0 for value in largest.values())
+
+
+@pytest.mark.parametrize("recipe", ["on_policy_distill", "grpo"])
+def test_only_weights_that_engines_have_are_compared_with_theirs(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step's later updates these are at hand where ratios take them, and are not computed for the metric alone."""
+    models.make("llama").save_pretrained(tmp_path)
+    config = compose([f"+recipe={recipe}", "actor.lr=0.1"])
+    scored = models.scored(4, models.VOCAB)
+    monkeypatch.setattr(training, "fetch_samples", lambda *_: scored)
+    samples, cpu = [models.on_driver("ref", i, one) for i, one in enumerate(scored)], torch.device("cpu")
+    student = load(tmp_path)
+    trainer = RankTrainer(student, adamw(student, config.actor), Staging(cpu), config, 0, 1, cpu)
+    if recipe == "grpo":
+        trainer.compute_logprobs(samples, old=True, reference=False)
+    weights, n = [1.0 / s.n_sampled for s in samples], sum(s.n_sampled for s in samples)
+    first, second = (trainer.update(samples, weights, n, 1, final) for final in (False, True))
+    assert "mismatch/kl" in first
+    assert second.get("mismatch/kl") == (first["mismatch/kl"] if recipe == "grpo" else None)
+    assert "mismatch/kl" in trainer.update(samples, weights, n, 2)

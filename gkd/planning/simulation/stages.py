@@ -248,7 +248,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     once = each / micro * a_micro + adam_s(layout, world)
     a_forward = n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / hardware.flops
     algorithm = layout.config.algorithm
-    old_logprobs = a_forward if actor.epochs * n_steps > 1 and not algorithm.is_supervised else 0.0
+    old_logprobs = a_forward if actor.epochs * n_steps > 1 and algorithm.weighs_samples else 0.0
     reference_logprobs = a_forward if algorithm.kl.coef > 0 and lora else 0.0
     return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
 
