@@ -98,6 +98,8 @@ class RewardPool:
             name = self._waiting[0][0]
             n_together = len(self._waiting[0][1])
             at_once = max(1, self._settings.concurrency // n_together) if self._settings.is_async(name) else 1
+            if at_once == 1:
+                return [self._waiting.popleft()]
             items = [item for item in self._waiting if item[0] == name][:at_once]
             chosen = set(map(id, items))
             self._waiting = deque(item for item in self._waiting if id(item) not in chosen)
