@@ -133,7 +133,7 @@ class Sample:
 
     ``token_ids`` [L]. ``sampled`` [L]: which of them the student wrote, or the data in its place
     (``request.from_dataset``); the first is never one. ``logprobs`` [L]: the sampler's log-probabilities under the
-    distribution that was sampled from, NaN where nothing was. ``versions``: weight versions of the sampled stretches.
+    distribution that was sampled from, NaN where nothing was. ``versions``: weight versions of all sampled stretches.
     ``finish_reason``: "stop" after an end token, which is then the last sampled one, "length" at the limit.
 
     Raises ValueError for arrays that do not belong together.
@@ -155,6 +155,9 @@ class Sample:
             )
         if self.sampled[:1].any():
             raise ValueError("the first token of a sample has nothing before it that predicts it: it cannot be sampled")
+        n_sampled, n_of_versions = np.count_nonzero(self.sampled), sum(stop - start for start, stop, _ in self.versions)
+        if not self.versions or n_of_versions != n_sampled:
+            raise ValueError(f"a sample has versions of {n_of_versions} tokens, and {n_sampled} were sampled")
 
     @staticmethod
     def single_turn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def trajectory(rng: np.random.Generator, spans: Spans) -> Sample:
     request = SampleRequest(Prompt(0, ids[: spans[0][0]], ""), 0, 0, Sampling(len(ids)))
     versions = tuple(VersionSpan(*span, version) for version, span in enumerate(spans))
     return Sample(request, ids, sampled, logprobs, versions, "stop")
+
+
+@pytest.mark.parametrize("versions", [(), (VersionSpan(5, 31, 0),), (VersionSpan(5, 11, 0),)])
+def test_versions_are_of_all_that_the_student_wrote_and_of_nothing_else(versions: tuple[VersionSpan, ...]) -> None:
+    """Staleness is that of every sampled token: an engine of one's own is answered where the sample is made."""
+    sample = trajectory(np.random.default_rng(0), TURNS[1])
+    with pytest.raises(ValueError, match="versions"):
+        dataclasses.replace(sample, versions=versions)
 
 
 def score(path: Path, samples: Sequence[Sample], k: int) -> list[Target]:
