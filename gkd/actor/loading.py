@@ -40,9 +40,10 @@ def load_sharded(
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
 
     A rank that is alone on a CPU and computes in float32 has nothing to share: its student is left as it is. Otherwise
-    rank 0 alone reads the weights and broadcasts one tensor after the other; the other ranks hold the shards that they
-    keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With ``lora.quantize``
-    every rank reads all of it: packed weights are whole on every rank. A collective. Raises what :func:`load` raises.
+    the first rank alone reads the weights and broadcasts one tensor after the other; the others hold the shards that
+    they keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With
+    ``lora.quantize`` every rank reads all of it: packed weights are whole on every rank. A collective. Raises what
+    :func:`load` raises.
     """
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
@@ -51,9 +52,9 @@ def load_sharded(
         if not _is_whole(mesh, dtype, offload):
             shard(student, mesh, dtype, offload)
         return student
-    whole = load(path, False, lora, device, dtype) if mesh.get_rank() == 0 else None
+    whole = load(path, False, lora, device, dtype) if mesh.get_local_rank() == 0 else None
     packed = torch.tensor(whole is not None and whole.is_packed, dtype=torch.int32, device=device)
-    dist.broadcast(packed, 0, group=mesh.get_group())
+    dist.broadcast(packed, group=mesh.get_group(), group_src=0)
     student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
     student.compilation = compiled(student.lm, student.is_packed)
     shard(student, mesh, dtype, offload)
@@ -72,7 +73,7 @@ def _is_whole(mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> bool:
 
 @torch.no_grad()
 def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give the empty ``student`` what rank 0 has in ``whole``, which is empty after that. A collective."""
+    """Give the empty ``student`` what the first rank has in ``whole``, which is empty after that. A collective."""
     group = mesh.get_group()
     source = {} if whole is None else dict(named_tensors(whole.lm))
     for name, value in named_tensors(student.lm):
@@ -82,14 +83,14 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
         if whole is not None:
             full.copy_(source[name])
             source[name].data = torch.empty(0, dtype=full.dtype)  # it is not needed any more
-        dist.broadcast(full, 0, group=group)
+        dist.broadcast(full, group=group, group_src=0)
         assert isinstance(value, DTensor), "every parameter is sharded"
         value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
     for holder, name, value in list(_computed_tensors(student.lm)):
         own = torch.empty_like(value, device=device)
         if whole is not None:
             own.copy_(getattr(whole.lm.get_submodule(holder), name))
-        dist.broadcast(own, 0, group=group)
+        dist.broadcast(own, group=group, group_src=0)
         setattr(student.lm.get_submodule(holder), name, own)
     student.head = Head(student.lm)  # which holds what the model held before
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from gkd.actor.batches import AppliedUpdate, Metrics
-from gkd.actor.state import Part, part_of, write_part
+from gkd.actor.state import Part, empty_part, part_of, write_part
 from gkd.durable import Checksum
 from gkd.errors import RunFailed
 
@@ -18,11 +18,12 @@ class Staging:
     """Notes which step the weights are of, and copies them.
 
     ``applied`` is None in the middle of a step, of which ``rows`` are done. :meth:`begin` and :meth:`end` are called
-    by the thread that trains, around every optimizer step; :meth:`copy` and :meth:`write` by any other.
+    by the thread that trains, around every optimizer step; :meth:`copy` and :meth:`write` by any other. What a rank
+    holds that is not to write (``writes``) another one has, too.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, writes: bool = True) -> None:
+        self.device, self.writes = device, writes
         self.applied: AppliedUpdate | None = None
         self.rows: tuple[Metrics, ...] = ()
         self.updated: torch.cuda.Event | None = None
@@ -53,7 +54,7 @@ class Staging:
         """
         if (applied := self.applied) is None:
             return None
-        part = part_of(optimizer, self.device, self.updated)
+        part = part_of(optimizer, self.device, self.updated) if self.writes else empty_part(optimizer)
         if self.applied is not applied:  # an update came in between
             return None
         self._part = part

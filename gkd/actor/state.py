@@ -53,6 +53,11 @@ def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Even
         ]
 
 
+def empty_part(optimizer: Optimizer) -> Part:
+    """Return nothing of every parameter, of a rank whose part another one writes."""
+    return [{} for _ in _parameters(optimizer)]
+
+
 @torch.no_grad()
 def put_part(optimizer: Optimizer, part: Part) -> None:
     """Put back in place what :func:`part_of` copied from a rank that is sharded alike."""

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from gkd.actor.batches import Metrics, pack
 from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_failure_text, is_compile_failure
+from gkd.actor.copies import Copies
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.mismatch import compute_means, leave_out, split_by_age, stale_tokens
 from gkd.actor.model import Student
-from gkd.actor.optimizer import learning_rate, n_updates
+from gkd.actor.optimizer import learning_rate, n_updates, take_local
 from gkd.actor.staging import Staging
 from gkd.actor.sums import MetricSums
 from gkd.algorithms.aggregation import Totals
@@ -54,9 +55,10 @@ class RankTrainer:
         rank: int,
         world: int,
         device: torch.device,
+        copies: Copies | None = None,
     ) -> None:
         self.student, self.optimizer, self.staging, self.config = student, optimizer, staging, config
-        self.rank, self.world, self.device = rank, world, device
+        self.rank, self.world, self.device, self.copies = rank, world, device, copies
         self.budget = config.actor.max_tokens_per_micro_batch
         """Tokens of a micro-batch, where several sequences share one."""
         self.is_offloaded = False
@@ -178,9 +180,11 @@ class RankTrainer:
         sums, self._sums = self._sums, None
         if sums is None:
             raise RunFailed(f"actor rank {self.rank} was to update without a gradient")
+        if self.copies is not None:
+            self.copies.sum_gradients(self.student.parameters())
         if totals.scale != 1.0:
             gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], totals.scale)
+            torch._foreach_mul_([take_local(g) for g in gradients], totals.scale)
         metrics = compute_means(self._reduce(sums.scale(totals)))
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -315,8 +319,8 @@ class RankTrainer:
             evaluate = objective(micro, algorithm, self.config.rollout, self.config.actor.loss_chunk)
             total, measured = self.student(micro, evaluate)
             if train:
-                # FSDP averages gradients over ranks; the weights are those of the batch of all of them.
-                (total * self.world).backward()
+                # FSDP averages gradients over a copy's ranks; the weights are those of the batch of all of them.
+                (total * (self.world // (self.copies.n if self.copies else 1))).backward()
             by_token, most = measured.sums, measured.largest
             if has_moved:
                 by_token, most = leave_out(by_token), leave_out(most)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from gkd.actor.batches import AppliedUpdate
 from gkd.actor.compiling import Compilation, compile_layers, use_liger
+from gkd.actor.copies import Copies
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
 from gkd.actor.publishing import WeightSource
@@ -70,14 +71,14 @@ class ActorWorker:
         """Read the student and shard it over the ranks. Returns its number of parameters."""
         torch.manual_seed(self.config.trainer.seed)
         actor = self.config.actor
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
+        copies = Copies.join(self.device.type, self.world, actor.fsdp_size or self.world)
         student = load_sharded(
-            self.model_path, mesh, self.device, self.dtype,
+            self.model_path, copies.mesh, self.device, self.dtype,
             actor.gradient_checkpointing, actor.lora, actor.offload_weights, self._fuse,
         )  # fmt: skip
-        staging, optimizer = Staging(self.device), adamw(student, actor)
+        staging, optimizer = Staging(self.device, writes=copies.number == 0), adamw(student, actor)
         staging.set(AppliedUpdate(0))
-        self.trainer = RankTrainer(student, optimizer, staging, self.config, self.rank, self.world, self.device)
+        self.trainer = RankTrainer(student, optimizer, staging, self.config, self.rank, self.world, self.device, copies)
         self.state = RankState(self.trainer, self.model_path, self.dtype)
         self.weights.trainer = self.trainer
         return sum(p.numel() for p in student.parameters())

@@ -110,6 +110,13 @@ class Actor(Settings):
         description="samples of a batch that make one optimizer step (verl's ppo_mini_batch_size, in prompts there); "
         "null: all of them",
     )
+    fsdp_size: int | None = Field(
+        None,
+        ge=1,
+        description="GPUs that hold one copy of the student together; null: all. Fewer: several copies (HSDP), whose "
+        "gradients are summed once an optimizer step, so that weights need not cross the network between nodes; 1: a "
+        "copy on every GPU (verl: fsdp_size; prime-rl: dp_replicate, the number of copies)",
+    )
     offload_optimizer: bool = Field(
         False,
         description="the optimizer's moments in the host's memory, from where they come to the GPU for each optimizer "

@@ -127,6 +127,16 @@ def _the_shards_can_be_sent(config: Config) -> None:
         )
 
 
+def _copies_have_their_gpus(config: Config) -> None:
+    size, n_gpus, way = config.actor.fsdp_size, config.trainer.n_workers, config.weights.transfer
+    if size is None:
+        return
+    if n_gpus % size:
+        raise ValueError(f"actor.fsdp_size={size}: it does not divide the actor's {n_gpus} GPUs into equal copies")
+    if size < n_gpus and config.weights.transfer_class.shards:
+        raise ValueError(f"actor.fsdp_size={size}: weights.transfer={way} sends shards over all of the actor's GPUs")
+
+
 def _the_adapter_can_be_sent_alone(config: Config) -> None:
     if not config.weights.adapter_only:
         return
@@ -327,6 +337,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _offload_is_possible,
     _the_engine_takes_the_weights,
     _the_shards_can_be_sent,
+    _copies_have_their_gpus,
     _the_adapter_can_be_sent_alone,
     _the_engine_samples_at_the_temperature,
     _policy_gradient_is_on_policy,

@@ -163,6 +163,8 @@ OPTIMISATION: dict[str, str] = {
     "optimizer_offload": "actor.offload_optimizer",
     "adam_offload": "actor.offload_optimizer",
     "offload_policy": "actor.offload_weights",
+    "dp_replicate": "actor.fsdp_size, the GPUs of a copy",
+    "data_parallel_replicate_degree": "actor.fsdp_size, the GPUs of a copy",
     "lora_r": "actor.lora.r",
     "lora_rank": "actor.lora.r",
     "lora_alpha": "actor.lora.alpha",

@@ -190,6 +190,7 @@ LLAMA = partial(models.make, "llama")
 CHECKS = {"scores": scores, "samples": samples}
 CHECKS |= {name: trains(*how, STUDENTS.get(name, LLAMA)) for name, how in RUNS.items()}
 CHECKS |= {"ranks": trains_on_two(), "ranks_lora": trains_on_two("actor.lora.r=4")}
+CHECKS |= {"copies": trains_on_two("actor.fsdp_size=1")}
 CHECKS |= {f"ranks_{its}": trains_on_two(f"actor.{its}=true") for its in ("offload_optimizer", "offload_weights")}
 
 

@@ -260,7 +260,7 @@ def set_up() -> None:
     varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
     join, mesh = dist.init_process_group, dist.device_mesh.init_device_mesh
     dist.init_process_group = lambda backend, **more: join(backend.replace("cuda:nccl", f"{NAME}:gloo"), **more)
-    dist.device_mesh.init_device_mesh = lambda kind, *more: mesh(kind.replace("cuda", NAME), *more)
+    dist.device_mesh.init_device_mesh = lambda kind, *more, **names: mesh(kind.replace("cuda", NAME), *more, **names)
     # Wrapped tensors have no memory of their own: FSDP2 cannot give it back, nor exchange a tensor of the host for one.
     _fsdp_param.free_storage = _fsdp_param.alloc_storage = lambda _: None
     _fsdp_init._move_states_to_device = lambda *_: None

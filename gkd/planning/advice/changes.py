@@ -64,6 +64,10 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
         Change("actor.loss_chunk", 1, tuple(actor.loss_chunk >> i for i in (1, 2, 3) if actor.loss_chunk >> i >= 32)),
         Change("actor.gradient_checkpointing", 1, () if actor.gradient_checkpointing else (True,)),
     ]
+    if actor.fsdp_size is not None:
+        n_gpus = config.trainer.n_workers
+        wider = [size for size in range(actor.fsdp_size + 1, n_gpus + 1) if n_gpus % size == 0]
+        changes.append(Change("actor.fsdp_size", 1, tuple(wider)))
     if more_gpus is not None:
         changes.append(Change("actor.offload_optimizer", 3, () if actor.offloaded else (True,)))
         changes.append(Change("actor.offload_weights", 4, () if actor.offload_weights else (True,)))

@@ -46,6 +46,8 @@ class MicroBatchSize:
 class Training:
     """Holds the settings of the actor that bear on memory; ``compute`` is the bytes of a number of the compute type.
 
+    ``world``: ranks that hold one copy of the student together.
+
     ``sharded``: whether FSDP2 holds the model; without it nothing is gathered. ``frozen``: bytes of a number of the
     weights under an adapter. ``offloaded``: what is in the host's memory, moments alone (optimizer), or gradients and
     parameters as well (weights). ``nucleus``: copies of a block's logits that leaving tokens out takes

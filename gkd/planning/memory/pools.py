@@ -100,7 +100,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
     training = Training(
         layout.config.algorithm,
-        world,
+        min(actor.fsdp_size or world, world),
         layout.compute_bytes,
         actor.gradient_checkpointing,
         actor.loss_chunk,

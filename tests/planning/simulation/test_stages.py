@@ -114,6 +114,19 @@ LONG = ("+recipe=grpo", "model.size=7b", "plan.gpu_type=h100-80gb", "trainer.bat
         "plan.prompt_length=500", "plan.response_length=3000")  # fmt: skip
 
 
+def test_copies_within_a_node_sum_gradients_once_a_step_over_the_network() -> None:
+    """Instead of weights for every micro-batch; the time of a fast network is that of the computation."""
+    nodes = (*LONG, "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    whole, fast, copies = (
+        layout_of(*nodes, f"plan.network_gb_s={network}", *size)
+        for network, size in (("5", ()), ("100000", ()), ("5", ("actor.fsdp_size=8",)))
+    )
+    slow_s, fast_s, copies_s = (update_s(layout, 16, 2) for layout in (whole, fast, copies))
+    assert slow_s > 2 * copies_s
+    once = 2 * 4 * whole.models.student.n_parameters / 8 / 5e9
+    assert copies_s == pytest.approx(fast_s + once + adam_s(copies, 16) - adam_s(whole, 16), rel=0.01)
+
+
 def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
     """As many as the budget makes of the batch, however long a response may be and whatever packs are padded to."""
     there = (*LONG, "actor.offload_weights=true")

@@ -18,9 +18,11 @@ from tests.actor import models
 from tests.weights.received import received
 
 
-def config(**actor: object) -> Config:
+def config(n_gpus: int = 1, **actor: object) -> Config:
     settings = {"lr": 1e-2, "max_tokens_per_micro_batch": 40, "loss_chunk": 7, "grad_clip": 0.5, **actor}
-    return load({"actor": settings, "trainer": {"total_steps": 10}, "cluster": {"cpu_threads": 1}})
+    return load(
+        {"actor": settings, "trainer": {"total_steps": 10, "n_gpus_per_node": n_gpus}, "cluster": {"cpu_threads": 1}}
+    )
 
 
 def put(batch: list[ScoredSample]) -> list[TrainingSample]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -17,6 +18,7 @@ from gkd.config import Algorithm, Model
 from tests.actor import models
 from tests.families import make as make_family
 from tests.ray.actor.ranks import Ranks, call, config, put
+from tests.ray.actor.test_state import read, save
 
 STEPS = 2
 
@@ -63,6 +65,60 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
     for key, value in single.items():
         torch.testing.assert_close(double[key], value, rtol=1e-3, atol=1e-4)
     assert any(not torch.allclose(before[key], single[key], atol=1e-3) for key in single)  # it did train
+
+
+def test_gradients_that_one_copy_lacks_are_those_of_the_others(ranks: dict[int, Ranks], model_path: str) -> None:
+    """As of an expert that no token of one copy went to; what no copy has stays without one."""
+
+    def add_up(worker: ActorWorker) -> tuple[float, bool]:
+        first, second, *_ = worker.trainer.student.parameters()
+        first.grad, second.grad = torch.ones_like(first) if worker.rank == 0 else None, None
+        worker.trainer.copies.sum_gradients([first, second])
+        return float(first.grad.mean()), second.grad is None
+
+    ranks[2].become(model_path, config(2, fsdp_size=1))
+    assert ray.get([w.__ray_call__.remote(add_up) for w in ranks[2].workers], timeout=60) == [(1.0, True)] * 2
+    ranks[2].become(model_path, config())
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 1), (4, 2)])
+def test_copies_of_the_student_train_as_one(
+    ranks: dict[int, Ranks], world: int, size: int, model_path: str, tmp_path: Path
+) -> None:
+    """Each on one rank, and each sharded over two: the same step, and weights that stay equal to the last bit.
+
+    One copy alone is in the checkpoint, from which one rank goes on.
+    """
+    several = ranks[world] if world in ranks else Ranks(world)
+    settings = config(world, fsdp_size=size)
+    try:
+        several.become(model_path, settings)
+        ranks[1].become(model_path, config())
+        for step in range(1, STEPS + 1):
+            batch = put(models.scored(9, seed=step))
+            one, all_of_them = (group.run("update", batch, step) for group in (ranks[1], several))
+            assert all_of_them == pytest.approx(one, rel=2e-4), step
+        single, merged = ranks[1].weights(), several.weights()
+        for key, value in single.items():
+            torch.testing.assert_close(merged[key], value, rtol=1e-3, atol=1e-4)
+        parts = ray.get([call(w, "state.keep") for w in several.workers], timeout=60)
+        for rank in range(size, world):
+            for mine, other in zip(parts[rank].part, parts[rank % size].part, strict=True):
+                assert all(np.array_equal(value, other[name]) for name, value in mine.items())
+        saved = save(several, tmp_path, settings, Path(model_path))
+        sizes = [file.stat().st_size for file in saved.rank_files]
+        assert min(sizes[:size]) > 10 * max(sizes[size:])
+        read(several.become(model_path, settings), saved)
+        read(ranks[1].become(model_path, config()), saved)
+        batch = put(models.scored(5, seed=7))
+        again, one = (group.run("update", batch, STEPS + 1) for group in (several, ranks[1]))
+        assert again == pytest.approx(one, rel=2e-4)
+    finally:
+        if several is not ranks.get(world):
+            several.end()
+        else:
+            several.become(model_path, config())
+        ranks[1].become(model_path, config())
 
 
 def test_compiled_layers_train_as_they_do_without(ranks: dict[int, Ranks], model_path: str) -> None:
