@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private import services
 from ray._private.node import Node as RayNode
 from ray._private.state import state  # Ray has no public way to read a cluster's own settings
 from ray.util import remove_placement_group
@@ -246,6 +247,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
                 start_needed_servers_only(),
                 restore_sigterm_handler(),
                 shield_children_from_hangups(),
+                start_servers_in_own_groups(),
                 end_unless_done(START_TIMEOUT_S, "starting Ray"),
             ):
                 ray.init(
@@ -347,6 +349,25 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
         abandon("disconnecting from Ray")
     elif not stay:
         run_within(SHUTDOWN_TIMEOUT_S, "disconnecting from Ray", ray.shutdown)
+
+
+@contextlib.contextmanager
+def start_servers_in_own_groups() -> Iterator[None]:
+    """Have Ray's servers end with the run and not with its group of processes.
+
+    ``timeout`` and a shell's ``kill %1`` send SIGTERM to the whole group, and a run needs Ray for its last checkpoint.
+    """
+    original = services.ConsolePopen
+
+    class OwnGroup(original):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, process_group=0, **options)
+
+    services.ConsolePopen = OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original
 
 
 @contextlib.contextmanager

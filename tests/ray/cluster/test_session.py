@@ -52,6 +52,9 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
     for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
         (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         assert int(blocked, 16) & 1 << signal.SIGHUP - 1
+    # What is sent to the run's own group, as by `timeout`, is for the run alone.
+    group = os.getpgid(first.pid)
+    assert [pid for pid in reaper.processes_of(directory) if os.getpgid(pid) == group] == [first.pid]
     assert first.stdout.readline() == second.stdout.readline() == "GPU Assignments: ['6', '4']\n"
     assert all(map(alive, pids + other_pids))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # a launcher and a terminal at the same time
