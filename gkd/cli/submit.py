@@ -117,7 +117,7 @@ def _require_recipe(runs: Sequence[JobRun]) -> None:
 
     if any(run.config.recipe == "none" for run in runs):
         names = ",".join(groups()["recipe"])
-        raise ConfigError(f"name a recipe: python launch/submit.py --address http://HOST:8265 +recipe={{{names}}}")
+        raise ConfigError(f"name a recipe: gkd submit --address http://HOST:8265 +recipe={{{names}}}")
 
 
 def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:

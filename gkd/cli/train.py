@@ -82,7 +82,7 @@ def configure(overrides: Sequence[str]) -> Config:
     if config.evaluates or config.evaluate.sets:
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     if config.recipe == "none":
-        raise ConfigError(f"name a recipe: python -m gkd.main +recipe={{{','.join(groups()['recipe'])}}}")
+        raise ConfigError(f"name a recipe: gkd train +recipe={{{','.join(groups()['recipe'])}}}")
     return config
 
 

@@ -7,6 +7,8 @@ mistake becomes one :class:`ConfigError`.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -20,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, settings, suggest
-from gkd.config.base import GROUP_OF, escape, user_path
+from gkd.config.base import GROUP_OF, escape, quote, user_path
 from gkd.config.data import TASKS
 from gkd.config.loading import (
     CONF_DIR,
@@ -205,16 +207,38 @@ def _list_named(value: Any) -> list[Any]:
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar, whatever they name. Raises ConfigError for what it does not have."""
     try:
-        parsed: list[Override] = OverridesParser.create().parse_overrides(
-            [keep_name(override) for override in overrides]
-        )
-    except HydraException as error:
+        return [_parse_override(keep_name(override)) for override in overrides]
+    except HydraException:
         for override in overrides:
             if override and os.path.exists(user_path(override)):  # noqa: PTH110 - it takes any text, Path.exists not
                 raise ConfigError(f"{override}: a file or directory is no setting, unless it is a .yaml file") from None
-        reason = str(error).splitlines()[0].split(":", 1)[-1].strip()
-        raise ConfigError(f"cannot read the overrides (quote what has spaces or commas): {reason}") from None
-    return parsed
+        raise ConfigError(_explain_unreadable(overrides)) from None
+
+
+def _parse_override(override: str) -> Override:
+    parsed: list[Override] = OverridesParser.create().parse_overrides([override])
+    return parsed[0]
+
+
+def _explain_unreadable(overrides: Sequence[str]) -> str:
+    """Describe the first override that is not of Hydra's grammar, and how it would be; its own words name tokens."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals and not override.startswith("~"):
+            shown = override if override.strip() else repr(override)
+            return f"{shown}: is no section.name=value; a recipe is +recipe=NAME, and what has spaces is quoted"
+        try:
+            _parse_override(keep_name(override))
+        except HydraException:
+            break
+    try:
+        _parse_override(f"{key}=1")
+    except HydraException:
+        return f"{override}: {key} cannot be a setting's name"
+    if value[:1] and value[0] in "[{(\"'":
+        return f"{override}: cannot be read; lists are '[a,b]', mappings '{{a: b}}', texts with signs in double quotes"
+    text = quote(value) if re.search(r'["\\]', value) else f'"{value}"'
+    return f"{override}: its value needs quotes within those of the shell: {shlex.quote(f'{key}={text}')}"
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

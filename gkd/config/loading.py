@@ -133,7 +133,8 @@ def _error(error: ValidationError) -> ConfigError:
     begin = re.match(r"\w+(\.\w+)*", message)
     if begin is not None and f"{key}.{begin[0]}" in settings():  # a section's own check begins with what is wrong in it
         return ConfigError(f"{key}.{message}")
-    shown = "" if isinstance(first["input"], Mapping) else f"={first['input']}"
+    given = "null" if first["input"] is None else first["input"]
+    shown = "" if isinstance(given, Mapping) else f"={given}"
     return ConfigError(f"{key}{shown}: {message}" if key else message)
 
 

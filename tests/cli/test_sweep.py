@@ -46,7 +46,7 @@ def test_a_run_for_each_combination(tmp_path: Path) -> None:
         (["+recipe=grpo", "actor.lr=1e-5,fast"], "actor.lr"),
         (["+recipe=grpo", "actor.lr=1e-5,1e-4", "trainer.total_step=1"], "trainer.total_steps"),
         (["+recipe=grpo", "trainer.seed=range(0,2000)"], "2,000 runs"),
-        (["actor.lr=1,2", "a b=[1"], "overrides"),
+        (["actor.lr=1,2", "a b=[1"], "a b"),
         (["+recipe=grpo", "trainer.seed=0,0,1"], "trainer.seed=0"),
         (["+recipe=grpo", "data.prompt_key=a/b,a_b"], "data.prompt_key=a_b"),
         (["+recipe=grpo", "data.prompt_key=glob(*)"], "data.prompt_key=glob(*)"),
