@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import select
 import signal
@@ -100,6 +101,8 @@ def entry_point(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # bars and texts are no reason to fail where it is not UTF-8
+            sys.stdout.reconfigure(errors="replace")
         return catch_errors(lambda: main(sys.argv[1:] if arguments is None else list(arguments)))
 
     return run

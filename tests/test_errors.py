@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pwd
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gkd.cli import train as main
 from gkd.cluster.session.shutdown import run_within
-from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors
+from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors, entry_point
 
 
 def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
@@ -42,6 +45,19 @@ def test_every_end_is_one_line(error: BaseException, line: str, code: int, capfd
 
     assert catch_errors(program) == code
     assert capfd.readouterr().err == line + "\n"
+
+
+def test_what_the_terminal_has_no_letter_for_does_not_end_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    @entry_point
+    def program(_: Sequence[str]) -> int:
+        print("a █ bar")
+        return 0
+
+    assert program([]) == 0
+    assert written.getvalue() == b"a ? bar\n"
 
 
 def test_a_user_without_a_name_and_a_home_has_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
