@@ -41,11 +41,18 @@ def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
-    from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, complete, find_newest_intact, read_intact, step_of
+    from gkd.driver.checkpoints.checkpoint import (
+        DamagedCheckpoint,
+        complete,
+        describe_none,
+        find_newest_intact,
+        read_intact,
+        step_of,
+    )
 
     checkpoints = complete(directory)
     if not checkpoints:
-        raise ConfigError(f"there is no complete checkpoint in {directory}")
+        raise ConfigError(describe_none(directory))
     if step is None:
         saved, damaged = find_newest_intact(directory)
         for path, why in damaged.items():

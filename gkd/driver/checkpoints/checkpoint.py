@@ -153,6 +153,13 @@ def complete(directory: Path) -> list[Path]:
     return sorted((path for path in _list_all(directory) if (path / STATE).exists()), key=step_of)
 
 
+def describe_none(directory: Path) -> str:
+    """Describe that there is no complete checkpoint in ``directory``, and where the run's student is if it has one."""
+    model = directory.parent / "model"
+    student = f"; the run's trained student is in {model}" if model.is_dir() else ""
+    return f"there is no complete checkpoint in {directory} (trainer.save_every){student}"
+
+
 def list_incomplete(directory: Path) -> list[Path]:
     """Return checkpoints that were never finished."""
     return [path for path in _list_all(directory) if not (path / STATE).exists()]

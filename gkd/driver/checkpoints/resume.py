@@ -13,7 +13,7 @@ from gkd.config import Config
 from gkd.config.output_files import METRICS
 from gkd.config.overrides import flatten
 from gkd.data.tokenizer import check_causal_lm
-from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, find_newest_intact, step_of
+from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, describe_none, find_newest_intact, step_of
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.durable import replace
 from gkd.errors import ConfigError
@@ -89,7 +89,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
         raise ConfigError(f"trainer.resume=true: every checkpoint in {directory} is damaged: {reasons}")
     if saved is None:
-        raise ConfigError(f"trainer.resume=true: there is no complete checkpoint in {directory}")
+        raise ConfigError(f"trainer.resume=true: {describe_none(directory)}")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
     here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
@@ -97,7 +97,8 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key)
         if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
             raise ConfigError(
-                f"trainer.resume=true: {saved.path} was made with {key}={there.get(key)}, this is {here.get(key)}"
+                f"trainer.resume=true: {saved.path} was made with {key}={_format(there.get(key))}, this is "
+                f"{_format(here.get(key))}"
             )
     if saved.state.step > config.trainer.total_steps:
         raise ConfigError(

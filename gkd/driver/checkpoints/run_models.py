@@ -73,9 +73,6 @@ def _sum(model: str, saved: SavedCheckpoint) -> str:
 def _read(saved: SavedCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a checkpoint, an adapter merged into them."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of files that are read in an instant
 
     student = _load_student(saved, saved.model)
     with torch.no_grad():
@@ -85,10 +82,12 @@ def _read(saved: SavedCheckpoint) -> Iterator[tuple[str, Tensor]]:
 def _load_student(saved: SavedCheckpoint, base: str) -> Student:
     """Load the student of a checkpoint of what began as the model in ``base``."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from gkd.actor.loading import load
     from gkd.actor.state import load_state
 
+    disable_progress_bar()  # of files that are read in an instant
     student = load(base, lora=_lora(saved), dtype=getattr(torch, saved.dtype))
     load_state(student, None, saved.rank_files)
     return student

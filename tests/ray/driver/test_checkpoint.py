@@ -272,7 +272,7 @@ def test_a_dead_actor_leaves_the_one_by_time_and_the_run_names_it(
         ({"trainer": {"total_steps": 10, "seed": 1}}, r"trainer\.seed=0, this is 1"),
         ({**SAME, "rollout": {"n": 2}}, r"rollout.n=1, this is 2"),
         ({**SAME, "algorithm": {"loss": {"name": "jsd"}}}, r"algorithm\.loss\.name=reverse_kl, .*jsd"),
-        ({**SAME, "actor": {"lora": {"r": 4}}}, r"actor.lora.r=None, this is 4"),
+        ({**SAME, "actor": {"lora": {"r": 4}}}, r"actor.lora.r=null, this is 4"),
         ({"trainer": {"total_steps": 4}}, r"step_5 is beyond trainer.total_steps=4"),
     ],
 )
@@ -315,7 +315,7 @@ def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_p
         "data.val_sets.hard.files ['/here/hard.jsonl'] -> ['/there/hard.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
         "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
     )
-    with pytest.raises(ConfigError, match=r"reward\.length\.target_length=None, this is 3"):
+    with pytest.raises(ConfigError, match=r"reward\.length\.target_length=null, this is 3"):
         find(run("/here", length={"target_length": 3}), tmp_path)
 
 
