@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from uuid import uuid4
 
 from gkd.config.device import Device
 from gkd.errors import RunFailed
@@ -27,6 +28,21 @@ def compile_apart(device: Device) -> None:
         # Not from vLLM alone: in a process that has had an engine it is what the variable was then.
         root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"{platform.node()}-gpu-{gpus}"
         os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
+
+
+def meet_in_session() -> None:
+    """Have the file by which the processes of a worker's engine meet lie in Ray's session, and so end with it.
+
+    vLLM has no setting for that, makes one in the directory for temporary files and never removes it. Before the
+    process' engine starts; elsewhere than in a worker of Ray's all is as it was.
+    """
+    from ray._private import worker
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    if worker._global_node is not None:
+        directory = worker._global_node.get_session_dir_path()
+        for executor in (multiproc_executor, uniproc_executor):
+            executor.get_file_store_init_method = lambda: f"file://{directory}/vllm_dist_{uuid4().hex}"
 
 
 def share_gpu_of_worker() -> dict[str, str]:

@@ -36,11 +36,12 @@ ALWAYS = {
 def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, str]:
     """Output directory and output of ./launch/quickstart.sh on the small task."""
     output = tmp_path_factory.mktemp("quickstart") / "run"
+    temporary = output.with_name("tmp")
+    temporary.mkdir()
     command = ["./launch/quickstart.sh", *SMALL, f"data.cache_dir={cache}", f"trainer.output_dir={output}"]
     command += [f"trainer.total_steps={STEPS}", "trainer.val_every=15", "actor.lr=3e-3"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment(), check=False
-    )
+    variables = {**environment(), "TMPDIR": str(temporary)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=variables, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return output, done.stdout
@@ -76,6 +77,7 @@ def test_every_step_is_logged_once_with_every_metric(finished: tuple[Path, str])
 
 def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     output = finished[0]
+    assert [p.name for p in output.with_name("tmp").iterdir() if not p.name.startswith("torchinductor_")] == []
     placement = json.loads((output / "placement.json").read_text())
     assert [(row["group"], row["rank"], row["ray_gpu_ids"]) for row in placement] == [
         ("actor", 0, ["0"]),
