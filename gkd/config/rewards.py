@@ -114,6 +114,11 @@ class Reward(OpenSections):
             if getattr(reward, "needs_columns", name not in REWARDS.names()):
                 self._functions_needing_columns.append(name)
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
+            if missing := _parameters_without_values(call, bound=call is reward):
+                raise ValueError(
+                    f"functions: {name}: its parameter {missing[0]} has no default, and no reward is given such a one: "
+                    "docs/rewards.md has what each kind is given"
+                )
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
             if not GROUP_PARAMETERS.isdisjoint(required_parameters(call)):  # with a default it is a setting
@@ -210,6 +215,21 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 def required_parameters(function: Any) -> set[str]:
     """Return the parameters of a callable that have no defaults."""
     return {name for name, parameter in parameters_of(function).items() if parameter.default is inspect.Parameter.empty}
+
+
+def _parameters_without_values(call: Any, bound: bool) -> list[str]:
+    """Return the parameters that a reward requires and is given nothing for; not ``bound``: its first one is ``self``.
+
+    What a function of TRL's kind requires are columns, which only the data knows.
+    """
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = list(parameters_of(call).values())[0 if bound else 1 :]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    if not {*TRL_PARAMETERS}.isdisjoint(required):
+        return []
+    if {"solution_str", "solution_strs"}.isdisjoint(p.name for p in parameters):
+        return required[1:]
+    return [name for name in required if name not in OWN_PARAMETERS]
 
 
 def _makes_callables(kind: type) -> bool:

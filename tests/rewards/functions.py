@@ -165,3 +165,16 @@ def no_list(group: list[Completion]) -> float:
 
 def raises_for_a_group(group: list[Completion]) -> list[float]:
     raise KeyError("group")
+
+
+def of_two(response: str, answer: str) -> float:
+    return float(answer in response)
+
+
+def compute_score_with(solution_str: str, ground_truth: str, tokenizer: object) -> float:
+    return float(ground_truth in solution_str)
+
+
+class OfTwo:
+    def __call__(self, completion: Completion, answer: str) -> float:
+        return float(answer in completion.response)

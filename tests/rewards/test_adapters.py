@@ -113,6 +113,14 @@ def test_a_function_of_a_completion_sees_columns_and_takes_settings() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("of_two", "answer"), ("compute_score_with", "tokenizer"), ("OfTwo", "answer")]
+)
+def test_one_that_requires_what_no_reward_is_given_is_refused(name: str, parameter: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.functions.*{HERE}{name}.* {parameter} "):
+        load({"reward": {"functions": [HERE + name]}})
+
+
 def test_columns_are_kept_for_functions_that_may_look_at_them() -> None:
     assert settings_of("words").functions_needing_columns() == [HERE + "words"]
     assert Reward(functions=["accuracy", "length"]).functions_needing_columns() == []
