@@ -6,11 +6,14 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import select
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import IO, NoReturn
 
 
@@ -60,6 +63,17 @@ def one_line(text: object) -> str:
 def describe_error(error: BaseException) -> str:
     """Return an error of any kind in one line: its class and its message."""
     return f"{type(error).__name__}: {one_line(error)}"
+
+
+def describe_place(trace: str) -> str:
+    """Return where in a user's own file a traceback's last line of such is, behind a space; empty where it has none."""
+    installed = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+    places = [
+        f" ({file}, line {line})"
+        for file, line in re.findall(r'File "(/.*?)", line (\d+)', trace)
+        if not file.startswith(installed) and "-packages/" not in file
+    ]
+    return places[-1] if places else ""
 
 
 class SignalExit(SystemExit):

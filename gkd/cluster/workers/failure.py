@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, describe_error, one_line
+from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, describe_error, describe_place, one_line
 
 
 class WorkerDied(RunFailed):
@@ -36,7 +36,7 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
         if isinstance(cause, kind):
             return kind(str(cause))
     if isinstance(error, RayTaskError):
-        return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}")
+        return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}{describe_place(str(error))}")
     if gone := _loss(error):
         return WorkerDied(f"{who}{gone}")
     return RunFailed(f"{who} failed: {describe_error(error)}")

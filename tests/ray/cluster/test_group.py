@@ -15,6 +15,7 @@ from gkd.cluster.workers.placement import place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import ConfigError, RunFailed
 from tests.error_text import contains_in_order
+from tests.ray.cluster import cluster_targets
 from tests.ray.cluster.conftest import alive, configuration, eventually
 
 ECHO = "tests.ray.cluster.cluster_targets:Echo"
@@ -80,7 +81,8 @@ def test_one_that_ray_ended_for_lack_of_memory_is_dead_and_others_can_go_on():
 def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):
     rollout = groups["rollout"]
     second = re.escape(str(rollout.reports[1]))
-    with pytest.raises(RunFailed, match=rf"^rollout rank 1 .*{second[-10:]} raised ValueError: two lines$"):
+    place = rf"\({re.escape(cluster_targets.__file__)}, line \d+\)"  # as of a loss of the user's own
+    with pytest.raises(RunFailed, match=rf"^rollout rank 1 .*{second[-10:]} raised ValueError: two lines {place}$"):
         rollout.call("fail", 1, "value", timeout_s=60)
     rollout.control("set_flag", timeout_s=60)
 
