@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from gkd.config.output_files import SAMPLES
 from gkd.observability.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.measure import Measurement
     from rich.table import Table
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -62,19 +63,40 @@ def sparkline(values: Sequence[float], width: int = CURVE) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
+class Curve:
+    """The curve of values in as many characters as its column has, at most :data:`CURVE`."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[str]:
+        """Draw it."""
+        yield sparkline(self.values, min(CURVE, options.max_width))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Return the least and the most characters that it takes."""
+        from rich.measure import Measurement
+
+        return Measurement(1, min(CURVE, len(self.values), options.max_width))
+
+
 def curves(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of metrics: name, curve, first and newest value."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in ("metric", "", "first", "newest"):
-        table.add_column(title, justify="right" if title in ("first", "newest") else "left", no_wrap=True)
+        table.add_column(title, justify="right" if title in ("first", "newest") else "left", no_wrap=bool(title))
     measured = dict.fromkeys(name for row in rows for name in row)
     for name in [*CURVES, *(name for name in measured if name.startswith("val/") and name not in CURVES)]:
         values = [float(row[name]) for row in rows if name in row]
         if values:
-            table.add_row(name, sparkline(values), f"{values[0]:,.4g}", f"{values[-1]:,.4g}")
+            table.add_row(name, Curve(values), _format(values[0]), _format(values[-1]))
     return table
+
+
+def _format(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:,.4g}"
 
 
 def stages(row: Mapping[str, Any], width: int = CURVE) -> str:

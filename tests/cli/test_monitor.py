@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -12,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gkd.cli.monitor import advice, main, progress_line, resident_gb
 from gkd.cluster.gpu import Gpu
 from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
 from gkd.errors import ConfigError
-from gkd.observability.live import sparkline
+from gkd.observability.live import curves, sparkline
 from gkd.observability.run_files import RunFiles
 
 CARD = Gpu(0, "GPU-1", "a card", "9.0", 80_000_000_000, 30_000_000_000)
@@ -213,6 +215,16 @@ def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.Ca
     assert "killed" in text_of(run, capfd, "--every", "600")
     with claimed(run.path):
         assert not run.has_ended
+
+
+def test_in_a_narrow_terminal_curves_become_shorter_and_names_and_figures_stay() -> None:
+    rows = [{"perf/tokens_per_second": 1000.0 + step} for step in range(99)] + [{"perf/tokens_per_second": 65432.0}]
+    for width, length in ((60, 20), (100, 40)):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(curves(rows))
+        name, curve, *figures = console.file.getvalue().splitlines()[1].split()  # type: ignore[attr-defined]
+        assert (name, figures) == ("perf/tokens_per_second", ["1,000", "65,432"])
+        assert length <= len(curve) <= 40 and curve.endswith("█")
 
 
 @pytest.mark.parametrize("n", [1, 7, 40, 1000])
