@@ -81,9 +81,19 @@ def _check_files(directory: Path, name: str) -> str:
     return str(directory)
 
 
+def _remedy(directory: Path) -> str:
+    """Return what makes a model of a checkpoint or an adapter, which others load as models; empty for anything else."""
+    if (directory / "state.json").exists():
+        step = directory.name.removeprefix("step_")
+        return f", but a checkpoint: gkd export {directory.parent.parent} --step {step} OUT makes one of it"
+    if (directory / "adapter_config.json").exists():
+        return ", but an adapter alone: merged into its model (peft's merge_and_unload) it is one"
+    return ""
+
+
 def _read_json(file: Path, name: str) -> dict[str, Any]:
     if not file.exists():
-        raise ConfigError(f"{name}: has no {file.name}, so it is no Hugging Face model directory")
+        raise ConfigError(f"{name}: has no {file.name}, so it is no Hugging Face model directory{_remedy(file.parent)}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):

@@ -45,6 +45,14 @@ def test_a_good_model_is_given_as_an_absolute_directory(good_model: Path, monkey
     assert resolve_model(str(good_model)) == str(good_model)
 
 
+def test_a_checkpoint_and_an_adapter_are_named_with_what_makes_models_of_them(tmp_path: Path) -> None:
+    for directory, file in (("run/checkpoints/step_7", "state.json"), ("peft", "adapter_config.json")):
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / file).write_text("{}")
+    assert f"gkd export {tmp_path / 'run'} --step 7 " in complaint(tmp_path / "run" / "checkpoints" / "step_7")
+    assert "merge_and_unload" in complaint(tmp_path / "peft")
+
+
 @pytest.mark.parametrize("path", ["no/such", "/no/such/directory", "nobody/no-such-model", "a b"])
 def test_no_directory_and_not_cached(path: str) -> None:
     could_be_had = path in {"no/such", "nobody/no-such-model"}
