@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from gkd.actor.batches import AppliedUpdate, Metrics
-from gkd.actor.state import Part, empty_part, part_of, write_part
+from gkd.actor.state import Part, make_empty_part, part_of, write_part
 from gkd.durable import Checksum
 from gkd.errors import RunFailed
 
@@ -54,7 +54,7 @@ class Staging:
         """
         if (applied := self.applied) is None:
             return None
-        part = part_of(optimizer, self.device, self.updated) if self.writes else empty_part(optimizer)
+        part = part_of(optimizer, self.device, self.updated) if self.writes else make_empty_part(optimizer)
         if self.applied is not applied:  # an update came in between
             return None
         self._part = part

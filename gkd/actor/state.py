@@ -53,7 +53,7 @@ def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Even
         ]
 
 
-def empty_part(optimizer: Optimizer) -> Part:
+def make_empty_part(optimizer: Optimizer) -> Part:
     """Return nothing of every parameter, of a rank whose part another one writes."""
     return [{} for _ in _parameters(optimizer)]
 
