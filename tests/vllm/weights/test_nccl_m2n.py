@@ -82,7 +82,8 @@ def test_engines_sample_from_the_weights_of_two_ranks(local_ray: None, tmp_path:
         sample_requests = requests(Sampling(12))
         rollout.collect(rollout.submit(sample_requests), 120)  # fills the prefix cache with the old weights
         passes = progress(rollout)
-        in_flight, deadline = rollout.submit(requests(Sampling(40), 20)), time.monotonic() + 60
+        # So many that some are still to be sampled when the push comes, however busy the machine is.
+        in_flight, deadline = rollout.submit(requests(Sampling(40), 20) * 20), time.monotonic() + 60
         while not all(now > before for (before, _), (now, _) in zip(passes, progress(rollout), strict=True)):
             assert time.monotonic() < deadline
         for version, to in ((1, None), (2, None), (3, [1])):
