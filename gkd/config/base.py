@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -88,6 +90,42 @@ class Settings(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _convert_values(cls, values: Any) -> Any:
+        """Convert a text where a list of texts is expected to a list of one, and 1e3 where a whole number is to one."""
+        if not isinstance(values, dict):
+            return values
+        lists, integers = _fields_to_convert(cls)
+        texts = {name: [value] for name, value in values.items() if name in lists and isinstance(value, str)}
+        whole = {
+            name: int(value)
+            for name, value in values.items()
+            if name in integers and isinstance(value, float) and value.is_integer()
+        }
+        return {**values, **texts, **whole}
+
+
+@cache
+def _fields_to_convert(section: type[Settings]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the fields of a section that are a list of texts and no text, and those that are an int and no float."""
+    kinds = {name: _kinds(field.annotation) for name, field in section.model_fields.items()}
+    return (
+        frozenset(name for name, own in kinds.items() if list[str] in own and str not in own),
+        frozenset(name for name, own in kinds.items() if int in own and float not in own),
+    )
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types that a value may have, without what else is stated of them."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+    if get_origin(annotation) is list and _kinds(get_args(annotation)[0]) == [str]:
+        return [list[str]]
+    return [annotation]
 
 
 def sections_below(section: type[Settings], prefix: str) -> Iterator[tuple[str, type[Settings], str]]:

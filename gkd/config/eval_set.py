@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.registry import make_absolute
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _require_names(files: list[str]) -> list[str]:
@@ -21,7 +17,7 @@ def _require_names(files: list[str]) -> list[str]:
     return files
 
 
-Files = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_require_names)]
+Files = Annotated[list[str], AfterValidator(_require_names)]
 
 
 class EvalSet(Settings):

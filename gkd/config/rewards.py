@@ -192,9 +192,9 @@ def find_set_functions(tree: Mapping[str, Any]) -> list[str]:
     for section, key in (("evaluate", "sets"), ("data", "val_sets")):
         for name, own in _section(_section(tree, section), key).items():
             rewards = _section({name: own}, name).get("rewards")
-            for reward in map(str, rewards if isinstance(rewards, list) else []):
-                replace(REWARDS, setting=f"{section}.{key}.{name}.rewards").load(reward)
-                names.append(make_absolute(reward))
+            for reward in [rewards] if isinstance(rewards, str) else rewards if isinstance(rewards, list) else []:
+                replace(REWARDS, setting=f"{section}.{key}.{name}.rewards").load(str(reward))
+                names.append(make_absolute(str(reward)))
     return list(dict.fromkeys(names))
 
 

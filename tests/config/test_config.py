@@ -53,6 +53,25 @@ def test_every_setting_says_what_it_means() -> None:
     assert all(meaning for meaning in settings().values())
 
 
+def test_one_text_is_a_list_of_one_wherever_texts_are_a_list(tmp_path: Path) -> None:
+    lone = ["reward.functions=accuracy", "trainer.trackers=tensorboard", "rollout.stop=x", "data.train_files=q.jsonl"]
+    lone += ["data.val_sets.a.rewards=format", "data.val_sets.a.files=q.jsonl", "data.val_sets.a.stop=y"]
+    one, several = (
+        compose(["+recipe=grpo", "data.val_files=a", "model.path=/m", *overrides])
+        for overrides in (lone, [f"{key}=[{value}]" for key, _, value in (text.partition("=") for text in lone)])
+    )
+    assert one == several
+    assert one.reward.set_functions == ["format"]
+    assert one.data.val_sets["a"].stop == ["y"]
+    assert compose(["+recipe=grpo", "actor.lora.target_modules=all-linear"]).actor.lora.target_modules == "all-linear"
+
+
+def test_a_whole_number_may_be_written_as_a_float() -> None:
+    config = compose(["+recipe=grpo", "trainer.total_steps=1e3", "rollout.top_k=4.0", "cluster.simulate_gpus=2.0"])
+    assert repr((config.trainer.total_steps, config.rollout.top_k, config.cluster.simulate_gpus)) == "(1000, 4, 2)"
+    assert repr(compose(["+recipe=grpo", "rollout.temperature=1.0"]).rollout.temperature) == "1.0"
+
+
 @pytest.mark.parametrize("command", [command for command in entries() if not command.startswith((OWN, NODE))])
 def test_a_mistake_is_one_line_that_names_it(command: str) -> None:
     """Of tests/messages.txt; tests/messages.py says how to renew it."""
