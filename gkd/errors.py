@@ -67,7 +67,7 @@ def describe_error(error: BaseException) -> str:
 
 def describe_place(trace: str) -> str:
     """Return where in a user's own file a traceback's last line of such is, behind a space; empty where it has none."""
-    installed = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+    installed = f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/"
     places = [
         f" ({file}, line {line})"
         for file, line in re.findall(r'File "(/.*?)", line (\d+)', trace)

@@ -16,13 +16,14 @@ import socket
 import struct
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from gkd.config import Reward
-from gkd.errors import describe_error
+from gkd.errors import describe_error, describe_place
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion, RewardCallable
 
@@ -41,7 +42,7 @@ CompletionGroup: TypeAlias = Sequence[Completion]
 
 
 class RewardError(Exception):
-    """A function gave no reward: the type and text of what it raised, that it hung, or that its process died."""
+    """A function gave no reward: what it raised and where, that it hung, or that its process died."""
 
 
 class RewardProcess:
@@ -187,7 +188,7 @@ def _evaluate(function: RewardCallable, group: CompletionGroup, whole: bool) -> 
     try:
         return _time_rewards(function(group if whole else group[0]), len(group), whole, started)
     except BaseException as error:  # a user's function may raise anything, SystemExit included
-        return [describe_error(error)] * len(group)
+        return [_describe_raised(error)] * len(group)
 
 
 async def _gather_answers(
@@ -202,7 +203,7 @@ async def _gather_answers(
                 result = await function(group if whole else group[0])  # type: ignore[misc]
             return _time_rewards(result, len(group), whole, started)
         except BaseException as error:
-            return [_describe_delay(timeout_s) if limit.expired() else describe_error(error)] * len(group)
+            return [_describe_delay(timeout_s) if limit.expired() else _describe_raised(error)] * len(group)
 
     return await asyncio.gather(*map(ask, groups))
 
@@ -224,6 +225,10 @@ def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Time
         except (TypeError, ValueError) as error:
             rewards.append(describe_error(error))
     return rewards
+
+
+def _describe_raised(error: BaseException) -> str:
+    return describe_error(error) + describe_place("".join(traceback.format_tb(error.__traceback__)))
 
 
 def _describe_delay(timeout_s: float) -> str:

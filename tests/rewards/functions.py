@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydantic import BaseModel
 from gkd.rewards.completion import Completion, RewardFunction
 
 CONSTANT = 3
+PLACE = re.compile(rf"\({re.escape(__file__)}, line \d+\)")
+"""Where one of these raised, as it is shown."""
 
 
 def words(completion: Completion) -> float:
