@@ -72,7 +72,8 @@ def show(summary: Summary, output_dir: Path, page: Path | None, following: str, 
         table.add_row(name, *(f"{values[name]:z.4f}" if name in values else "" for values in columns.values()))
     out.print()
     out.print(table)
-    out.print(f"\n{summary.steps} steps in {summary.wall_s:.0f} s; the run is in {output_dir}")
+    steps = f"{summary.steps} step{'s' * (summary.steps != 1)}"
+    out.print(f"\n{steps} in {summary.wall_s:.0f} s; the run is in {output_dir}")
     out.print(f"the trained student is in {output_dir / 'model'}")
     if page is not None:
         out.print(f"its report: {page}")

@@ -174,3 +174,10 @@ def test_the_table_at_the_end_has_a_column_for_a_teacher_where_there_is_one(teac
     head, row = (line.split() for line in file.getvalue().splitlines()[1:3])
     assert head == ["before", "after", *["teacher"] * len(teacher)]
     assert row == ["val/accuracy", "0.2500", "0.5000", *["1.0000"] * len(teacher)]
+
+
+@pytest.mark.parametrize(("steps", "text"), [(1, "1 step in 4 s;"), (3, "3 steps in 4 s;")])
+def test_the_end_of_a_run_of_one_step_is_in_the_singular(steps: int, text: str) -> None:
+    file = io.StringIO()
+    show(Summary({}, {}, {}, steps, 4.0), Path("run"), None, "", Console(file=file, width=100))
+    assert text in file.getvalue()

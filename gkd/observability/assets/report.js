@@ -41,7 +41,8 @@ const state = run => {
   const step = run.steps.length ? run.steps[run.steps.length - 1] : 0;
   const of = `step ${step.toLocaleString('en-US')} of ${run.total_steps.toLocaleString('en-US')}`;
   if (run.summary) {
-    const text = `finished, ${run.summary.steps.toLocaleString('en-US')} steps in ${seconds(run.summary.wall_s)}`;
+    const n = run.summary.steps, steps = `${n.toLocaleString('en-US')} step${n === 1 ? '' : 's'}`;
+    const text = `finished, ${steps} in ${seconds(run.summary.wall_s)}`;
     return el('span', {}, el('span', { class: 'good' }, text), end && end.failed ? el('span', { class: 'bad' }, ` \u00b7 ${end.text}`) : null);
   }
   if (end && end.failed) return el('span', { class: 'bad' }, `${of}: ${end.text}`);

@@ -25,13 +25,25 @@ from tests.ray.cluster.conftest import alive, configuration, eventually
 ROOT = Path(__file__).parents[3]
 
 
-def start(*arguments, **environment):
-    # The parent lists GPUs that do not count from 0, so ids and ranges are to be taken from its list.
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", **environment}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.ray.cluster.run_for_long", *arguments],
-        cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+@pytest.fixture
+def start():
+    """What starts a run that takes its workers; none outlives its test, however that ends."""
+    runs = []
+
+    def start_run(*arguments, **environment):
+        # The parent lists GPUs that do not count from 0, so ids and ranges are to be taken from its list.
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", **environment}
+        run = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.cluster.run_for_long", *arguments],
+            cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        runs.append(run)
+        return run
+
+    yield start_run
+    for run in runs:
+        run.kill()
+        run.wait()
 
 
 def directory_and_pids(run):
@@ -41,7 +53,7 @@ def directory_and_pids(run):
     return directory, [int(pid) for pid in pids]
 
 
-def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c():
+def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
     """Also of the runs beside: each ends its own processes and no other's."""
     first, second = start(), start(RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
     (directory, pids), (other, other_pids) = directory_and_pids(first), directory_and_pids(second)
@@ -76,7 +88,7 @@ def server(directory, name):
     return pid
 
 
-def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_or_hangs():
+def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_or_hangs(start):
     done, hanging, waiting = start(), start("impatient"), start("waiting")
     (directory, pids), (other, other_pids), (third, its_pids) = map(directory_and_pids, (done, hanging, waiting))
     # The raylet has to reach the service before it can read Ray's settings there.
@@ -101,7 +113,7 @@ def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_
     assert not reaper.processes_of(directory) + reaper.processes_of(other) + reaper.processes_of(third)
 
 
-def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
+def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save(start):
     """`ray start --block` would have ended them with it."""
     directory = tempfile.mkdtemp(prefix="gkd-t-", dir="/tmp")
     with socket.socket() as one, socket.socket() as other:
@@ -142,7 +154,7 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save():
 
 
 @pytest.mark.parametrize(("moment", "delay_s"), [("starting", 2.0), ("connecting", 0.0)])
-def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(moment, delay_s):
+def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(start, moment, delay_s):
     run = start(moment)
     directory, _ = directory_and_pids(run)
     time.sleep(delay_s)
@@ -154,7 +166,7 @@ def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(moment, delay_s):
     assert not Path(directory).exists()
 
 
-def test_a_ray_that_hangs_while_it_starts_ends_the_run_in_time():
+def test_a_ray_that_hangs_while_it_starts_ends_the_run_in_time(start):
     run = start("hanging")
     directory, _ = directory_and_pids(run)
     assert run.wait(timeout=60) == 1
