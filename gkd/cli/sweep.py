@@ -22,14 +22,13 @@ from gkd.cli.compare import show_each_score
 from gkd.config import Config, user_path
 from gkd.config.output_files import METRICS, REPORT
 from gkd.config.overrides import literal_override
-from gkd.driver.checkpoints.restart import forget_unsaved
 from gkd.driver.output_dir import make_directory, require_no_run, require_writable
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals
 from gkd.observability.page.write import write_page
 from gkd.observability.progress import console
-from gkd.observability.report import Summary, read, steps_done
+from gkd.observability.report import Summary, read
 from gkd.observability.run_files import RunFiles
 
 MAX_RUNS = 1_000
@@ -60,7 +59,7 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     configs = [configure(run.overrides) for run in runs]
     directory = _directory(configs[0])
     for run, config in zip(runs, configs, strict=True):
-        require_no_run(directory / run.name, config.trainer.resume)
+        require_no_run(directory / run.name, bool(config.trainer.resume))
     _require_files(configs)
     make_directory(directory)
     require_writable(directory)
@@ -143,8 +142,7 @@ def _run(run: SweptRun, config: Config, directory: Path) -> int:
     path = directory / run.name
     further = [literal_override("trainer.output_dir", path)]
     if config.trainer.resume:  # what an interrupted sweep has not begun, or saved nothing of, has nothing to go on with
-        begun = path.is_dir() and (steps_done(path) is not None or not forget_unsaved(path))
-        further.append(f"trainer.resume={str(begun).lower()}")
+        further.append("trainer.resume=auto")
     if config.trainer.run_group is None:
         further.append(literal_override("trainer.run_group", directory.name))
     with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:

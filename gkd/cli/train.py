@@ -115,7 +115,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         if config.trainer.resume and (text := explain_finished(config, output)) is not None:
             out.print(text)
             return output
-        if config.trainer.resume and not restart.start_over(output):
+        if config.trainer.resume and not restart.start_over(config, output):
             saved = find(config, output)
         inputs = _find_inputs(config, saved, out.print)
         out.print("starting Ray and reserving GPUs")

@@ -313,10 +313,10 @@ class Trainer(ValidationSettings, Pool, OpenSections):
         description="how often a run that lost workers which it cannot do without goes on by itself from its newest "
         "checkpoint, in new processes (torchrun: max_restarts)",
     )
-    resume: bool = Field(
+    resume: Literal[True, False, "auto"] = Field(
         False,
         description="go on from the newest intact checkpoint in output_dir (TRL: resume_from_checkpoint; verl: "
-        "resume_mode)",
+        "resume_mode); auto: where there is none, begin",
     )
     output_dir: str | None = Field(
         None, description="where the run writes; null: outputs/RECIPE/DATE_TIME (verl: default_local_dir)"

@@ -273,7 +273,7 @@ RUN: dict[str, str] = {
     "max_ckpt_num": "trainer.keep_checkpoints",
     "max_restarts": "trainer.restarts",
     "resume_from_checkpoint": "trainer.resume=true, with trainer.output_dir",
-    "resume_mode": "trainer.resume=true, with trainer.output_dir",
+    "resume_mode": "trainer.resume=auto, with trainer.output_dir",
     "load_checkpoint": "trainer.resume=true, with trainer.output_dir",
     "default_local_dir": "trainer.output_dir",
     "save_path": "trainer.output_dir",

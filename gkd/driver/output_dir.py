@@ -29,14 +29,14 @@ def make_output_dir(config: Config) -> Path:
     stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if config.trainer.output_dir is None:
         if config.trainer.resume:
-            raise ConfigError("trainer.resume=true needs trainer.output_dir: which run is to go on?")
+            raise ConfigError("trainer.resume needs trainer.output_dir: which run is to go on?")
         return _new_directory(Path(f"outputs/{config.recipe}/{stamp}").absolute())
     if not config.trainer.output_dir.strip():
         raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
     path = user_path(config.trainer.output_dir).absolute()
-    if config.trainer.resume and not path.is_dir():
-        raise ConfigError(f"trainer.resume=true: there is no run in {path}")
-    require_no_run(path, config.trainer.resume)
+    if config.trainer.resume is True and not path.is_dir():
+        raise ConfigError(f"trainer.resume=true: there is no run in {path}; trainer.resume=auto would begin one")
+    require_no_run(path, bool(config.trainer.resume))
     make_directory(path)
     return path
 

@@ -104,24 +104,15 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
             return 1
 
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
-    saved, unsaved = tmp_path / "actor.lr=0.1", tmp_path / "actor.lr=0.3"
-    for directory in (saved, unsaved):
-        make_run(directory)
-        (directory / "summary.json").unlink()
-    (saved / "checkpoints" / "step_3").mkdir(parents=True)
-    (saved / "checkpoints" / "step_3" / "state.json").touch()
-    make_run(tmp_path / "actor.lr=0.4")  # which has ended, and left no checkpoint
-    resumed = ["+recipe=grpo", "actor.lr=0.1,0.2,0.3,0.4", f"trainer.output_dir={tmp_path}", "trainer.resume=true"]
+    make_run(tmp_path / "actor.lr=0.1")
+    resumed = ["+recipe=grpo", "actor.lr=0.1,0.2", f"trainer.output_dir={tmp_path}", "trainer.resume=true"]
     assert sweep.sweep(resumed, configure) == 1
     ends = [command[-3:] for command in commands]
     group = f"trainer.run_group='{tmp_path.name}'"
     assert ends == [
-        [f"trainer.output_dir='{tmp_path}/actor.lr=0.1'", "trainer.resume=true", group],
-        [f"trainer.output_dir='{tmp_path}/actor.lr=0.2'", "trainer.resume=false", group],
-        [f"trainer.output_dir='{tmp_path}/actor.lr=0.3'", "trainer.resume=false", group],
-        [f"trainer.output_dir='{tmp_path}/actor.lr=0.4'", "trainer.resume=true", group],
+        [f"trainer.output_dir='{tmp_path}/actor.lr=0.1'", "trainer.resume=auto", group],
+        [f"trainer.output_dir='{tmp_path}/actor.lr=0.2'", "trainer.resume=auto", group],
     ]
-    assert (saved / "metrics.jsonl").exists() and not (unsaved / "metrics.jsonl").exists()
 
 
 def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:

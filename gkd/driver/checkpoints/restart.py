@@ -19,6 +19,7 @@ from gkd.config.output_files import METRICS, SAMPLES
 from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed, one_line
+from gkd.observability.report import steps_done
 from gkd.observability.tracking import OnStep
 
 COUNT = "GKD_RESTARTS"
@@ -75,14 +76,13 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path, failure:
     os.execv(sys.executable, [sys.executable, "-m", "gkd.main", *arguments, *resume])
 
 
-def start_over(output: Path) -> bool:
-    """Forget what a run had logged that begins again without any checkpoint; returns whether that is so."""
-    return restarts() > 0 and forget_unsaved(output)
+def start_over(config: Config, output: Path) -> bool:
+    """Forget what a run had logged that left no checkpoint and may begin again; returns whether that is so.
 
-
-def forget_unsaved(output: Path) -> bool:
-    """Forget what a run had logged that left no checkpoint; returns whether that is so."""
-    if complete(output / "checkpoints"):
+    It may where it does so by itself, and by ``trainer.resume=auto`` where it has not ended.
+    """
+    may = restarts() > 0 or (config.trainer.resume == "auto" and steps_done(output) is None)
+    if not may or complete(output / "checkpoints"):
         return False
     for name in (METRICS, SAMPLES):
         (output / name).unlink(missing_ok=True)

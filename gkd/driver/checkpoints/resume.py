@@ -51,7 +51,7 @@ def explain_finished(config: Config, output: Path) -> str | None:
     total = config.trainer.total_steps
     if steps > total:
         raise ConfigError(
-            f"trainer.resume=true: the run in {output} has done {steps} steps, more than trainer.total_steps={total}"
+            f"trainer.resume: the run in {output} has done {steps} steps, more than trainer.total_steps={total}"
         )
     stopped = None if steps == total else EarlyStop(config.trainer.stop_early, output / METRICS).reason
     if steps < total and stopped is None:
@@ -87,9 +87,9 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     saved, damaged = find_newest_intact(directory)
     if saved is None and damaged:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
-        raise ConfigError(f"trainer.resume=true: every checkpoint in {directory} is damaged: {reasons}")
+        raise ConfigError(f"trainer.resume: every checkpoint in {directory} is damaged: {reasons}")
     if saved is None:
-        raise ConfigError(f"trainer.resume=true: {describe_none(directory)}")
+        raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
     here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
@@ -97,13 +97,11 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key)
         if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
             raise ConfigError(
-                f"trainer.resume=true: {saved.path} was made with {key}={_format(there.get(key))}, this is "
+                f"trainer.resume: {saved.path} was made with {key}={_format(there.get(key))}, this is "
                 f"{_format(here.get(key))}"
             )
     if saved.state.step > config.trainer.total_steps:
-        raise ConfigError(
-            f"trainer.resume=true: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}"
-        )
+        raise ConfigError(f"trainer.resume: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}")
     return saved
 
 
@@ -131,9 +129,7 @@ def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:
         is_set = use.startswith("val_sets.")
         if saved.data.get(use, fingerprint if is_set else None) != fingerprint:
             files = f"data.{use}.files" if is_set else f"data.{use}_files"
-            raise ConfigError(
-                f"trainer.resume=true: the prompts of {files} are not those that {saved.path} was made with"
-            )
+            raise ConfigError(f"trainer.resume: the prompts of {files} are not those that {saved.path} was made with")
 
 
 def cut(file: Path, step: int) -> None:

@@ -26,7 +26,8 @@ from gkd.driver.checkpoints.restart import (
     restarts,
     start_over,
 )
-from gkd.errors import ControlLost, RunFailed, SignalExit
+from gkd.driver.output_dir import make_output_dir
+from gkd.errors import ConfigError, ControlLost, RunFailed, SignalExit
 
 TWICE = load({"trainer": {"restarts": 2}})
 
@@ -124,14 +125,40 @@ def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_a_checkpoint_it_starts_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not start_over(run)  # the user's own trainer.resume=true, which is refused elsewhere
+    assert not start_over(TWICE, run)  # the user's own trainer.resume=true, which is refused elsewhere
     assert (run / "metrics.jsonl").exists()
     monkeypatch.setenv(COUNT, "1")
     saved = run / "checkpoints" / "step_3"
     saved.mkdir(parents=True)
     (saved / "state.json").write_text("{}")
-    assert not start_over(run)  # there is one, if a damaged one
+    assert not start_over(TWICE, run)  # there is one, if a damaged one
     assert (run / "metrics.jsonl").exists()
     (saved / "state.json").unlink()
-    assert start_over(run)
+    assert start_over(TWICE, run)
     assert not (run / "metrics.jsonl").exists() and not (run / "samples.jsonl").exists()
+
+
+def test_one_that_may_begin_or_go_on_begins_where_there_is_nothing_to_go_on_with(run: Path) -> None:
+    auto = load({"trainer": {"resume": "auto", "output_dir": str(run)}})
+    (run / "summary.json").write_text('{"steps": 3}')
+    assert not start_over(auto, run)  # it has ended: its figures are no attempt's
+    (run / "summary.json").unlink()
+    saved = run / "checkpoints" / "step_3"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{}")
+    assert not start_over(auto, run)
+    assert (run / "metrics.jsonl").exists()
+    (saved / "state.json").unlink()
+    assert start_over(auto, run)
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_the_directory_of_one_that_may_begin_need_not_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    with pytest.raises(ConfigError, match=rf"trainer\.resume=true: .*{path}.* trainer\.resume=auto "):
+        make_output_dir(load({"trainer": {"resume": True, "output_dir": str(path)}}))
+    with pytest.raises(ConfigError, match=r"trainer\.resume .*trainer\.output_dir"):
+        make_output_dir(load({"trainer": {"resume": "auto"}}))
+    assert make_output_dir(load({"trainer": {"resume": "auto", "output_dir": str(path)}})) == path
+    (path / "metrics.jsonl").touch()
+    assert make_output_dir(load({"trainer": {"resume": "auto", "output_dir": str(path)}})) == path

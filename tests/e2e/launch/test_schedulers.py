@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
 import ray
 import yaml
 from jsonschema import Draft202012Validator
@@ -48,36 +47,23 @@ def test_slurm_reads_the_directives() -> None:
     subprocess.run(["bash", "-n", SBATCH], check=True)
 
 
-@pytest.mark.parametrize("written", ["{home}/run", "~/run", "'{home}/run'", '"~/run"'])
-def test_a_job_that_was_queued_again_finds_its_directory_however_it_is_written(written: str, tmp_path: Path) -> None:
+def test_a_job_that_was_queued_again_goes_on_in_its_own_directory_or_that_of_its_settings(tmp_path: Path) -> None:
     part = SBATCH.read_text().partition("# A job that was queued again")[2].partition("\n\n")[0].partition("\n")[2]
-    (tmp_path / "run").mkdir()
-    slurm = {**os.environ, "HOME": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    own = f"trainer.output_dir={written.format(home=tmp_path)}"
-    command = ["bash", "-euc", f'{part}\nprintf "%s\\n" "$@"', "bash", "+recipe=grpo", own]
-    done = subprocess.run(command, env=slurm, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["+recipe=grpo", own, "trainer.resume=true"]
+    file, own = tmp_path / "own=1.yaml", f"trainer.output_dir={tmp_path}/run"
 
-
-def test_a_directory_that_a_file_of_settings_names_is_the_jobs(tmp_path: Path) -> None:
-    part = SBATCH.read_text().partition("# A job that was queued again")[2].partition("\n\n")[0].partition("\n")[2]
-    file, run = tmp_path / "own=1.yaml", tmp_path / "run"
-    run.mkdir()
-
-    def settled(content: str, *arguments: str) -> list[str]:
+    def settled(content: str, *arguments: str, restarts: str = "1") -> list[str]:
         file.write_text(content)
         command = ["bash", "-euc", f'{part}\nprintf "%s\\n" "$@"', "bash", *arguments]
-        job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "GKD_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            command, env={**os.environ, **job}, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        job = {"SLURM_JOB_ID": "7", "GKD_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        variables = {**os.environ, **job, "SLURM_RESTART_COUNT": restarts}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
 
-    assert settled(f"trainer: {{output_dir: {run}}}", str(file)) == [str(file), "trainer.resume=true"]
-    assert settled("recipe: grpo\n", str(file)) == [str(file), "trainer.output_dir=outputs/slurm-7"]
-    elsewhere = f"trainer.output_dir={tmp_path / 'other'}"
-    twice = [elsewhere, str(file), f"trainer.output_dir={run}"]
-    assert settled(f"trainer: {{output_dir: {run}}}", elsewhere, str(file)) == [elsewhere, str(file)]
-    assert settled("recipe: grpo\n", *twice) == [*twice, "trainer.resume=true"]  # the last one counts
+    path, again = str(file), "trainer.resume=auto"
+    assert settled("recipe: grpo\n", path) == [path, "trainer.output_dir=outputs/slurm-7", again]
+    assert settled("recipe: grpo\n", path, restarts="0") == [path, "trainer.output_dir=outputs/slurm-7"]
+    assert settled(f"trainer: {{output_dir: {tmp_path}/run}}", path) == [path, again]
+    assert settled("recipe: grpo\n", own, path) == [own, path, again]
+    assert settled("recipe: grpo\n", "+recipe=grpo", own, restarts="0") == ["+recipe=grpo", own]
 
 
 def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path: Path) -> None:
