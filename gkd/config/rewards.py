@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, Field, PrivateAttr, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSections
@@ -34,8 +43,9 @@ class _Rewards(Registry):
         """Return what ``name`` stands for; a function with such parameters has a ``Config``."""
         reward = super().load(name)
         if inspect.isfunction(reward) and not hasattr(reward, "Config"):
+            annotations = _plain_annotations(reward)
             with_defaults = {
-                parameter.name: (Any, parameter.default)
+                parameter.name: (_type_of(annotations.get(parameter.name, Any), parameter.default), parameter.default)
                 for parameter in list(inspect.signature(reward).parameters.values())[1:]
                 if isinstance(parameter.default, bool | int | float | str | list | dict | None)
                 and parameter.name not in OWN_PARAMETERS
@@ -43,6 +53,30 @@ class _Rewards(Registry):
             if with_defaults:
                 reward.Config = create_model("Config", __base__=Settings, **with_defaults)  # type: ignore[attr-defined, call-overload]
         return reward
+
+
+def _plain_annotations(function: Any) -> dict[str, Any]:
+    """Return the annotations of parameters that are of what YAML has: texts, numbers, lists and mappings of these."""
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # a name that is imported for a type checker alone: nothing is known of it here
+        return {}
+    return {name: hint for name, hint in hints.items() if _is_plain(hint)}
+
+
+def _is_plain(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType, list, dict):
+        return all(map(_is_plain, get_args(annotation)))
+    return annotation in (Any, bool, int, float, str, list, dict, type(None)) or get_origin(annotation) is Literal
+
+
+def _type_of(annotation: Any, default: Any) -> Any:
+    """Return the type of a parameter's values; its default is one, whatever the annotation states."""
+    try:
+        TypeAdapter(annotation, config=Settings.model_config).validate_python(default)
+    except ValidationError:
+        return annotation | None if default is None else Any
+    return annotation
 
 
 REWARDS = _Rewards(

@@ -181,3 +181,15 @@ def compute_score_with(solution_str: str, ground_truth: str, tokenizer: object) 
 class OfTwo:
     def __call__(self, completion: Completion, answer: str) -> float:
         return float(answer in completion.response)
+
+
+def annotated(
+    completion: Completion,
+    weight: float = 1.0,
+    n: int = 2,
+    words: list[str] | None = None,
+    none: str = None,  # type: ignore[assignment]  # noqa: RUF013 - as many write it
+    loose: int = 0.5,  # type: ignore[assignment]
+    path: Path | None = None,
+) -> float:
+    return weight * n + len(words or []) + (none is not None) + loose + (path is not None)

@@ -123,6 +123,21 @@ def test_one_that_requires_what_no_reward_is_given_is_refused(name: str, paramet
         load({"reward": {"functions": [HERE + name]}})
 
 
+@pytest.mark.parametrize(
+    ("parameter", "given"), [("weight", "abc"), ("n", 2.5), ("words", 3), ("words", [1]), ("none", 1)]
+)
+def test_a_setting_of_a_function_is_of_the_type_of_its_parameter(parameter: str, given: Any) -> None:
+    section = {"functions": [HERE + "annotated"], "annotated": {parameter: given}}
+    with pytest.raises(ConfigError, match=rf"^reward\.annotated\.{parameter}\b"):
+        load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": section})
+
+
+def test_a_default_that_is_not_of_its_type_is_taken_as_a_user_wrote_it() -> None:
+    completion = make_completion("")
+    assert value("annotated", completion) == 2.5
+    assert value("annotated", completion, weight=2, n=3.0, words="a", none="b", loose=1, path="/x") == 10.0
+
+
 def test_columns_are_kept_for_functions_that_may_look_at_them() -> None:
     assert settings_of("words").functions_needing_columns() == [HERE + "words"]
     assert Reward(functions=["accuracy", "length"]).functions_needing_columns() == []
