@@ -154,11 +154,17 @@ def _raise_received(output: Path, failure: Exception) -> None:
 
 
 def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable[[str], None]) -> Inputs:
-    """Find models and data of a run. Raises ConfigError where they are not those of the ``saved`` run that goes on."""
+    """Find models and data of a run. Raises ConfigError where they are not those of the ``saved`` run that goes on.
+
+    So does the lack of a tracker's login for one that begins; one that goes on does so without the tracker.
+    """
     from gkd.cluster.workers.worker import pause_garbage_collection
     from gkd.driver.checkpoints.resume import differences, require_same_data
     from gkd.driver.inputs.find import find_inputs
+    from gkd.observability.tracking import require_logins
 
+    if saved is None:
+        require_logins(config)
     with pause_garbage_collection():
         inputs = find_inputs(config, report)
     if saved is not None:

@@ -191,3 +191,9 @@ def require_trackers(config: Config) -> None:
         if package is not None and importlib.util.find_spec(package) is None:
             extra = f": pip install 'gkd[{name}]'" if name in TRACKERS.entries else ""
             raise ConfigError(f"trainer.trackers: {name} needs the package {package}{extra}")
+
+
+def require_logins(config: Config) -> None:
+    """Raise ConfigError where a tracker lacks what its server asks for."""
+    for name in config.trainer.trackers:
+        getattr(TRACKERS.load(name), "require_login", lambda: None)()

@@ -39,6 +39,10 @@ class Tracker:
 
     package: ClassVar[str | None] = None
 
+    @classmethod
+    def require_login(cls) -> None:
+        """Raise ConfigError where it lacks what its server asks for; called before a run takes GPUs."""
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step."""
         raise NotImplementedError

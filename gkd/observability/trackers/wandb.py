@@ -25,6 +25,19 @@ class WandB(Tracker):
 
     package: ClassVar[str | None] = "wandb"
 
+    @classmethod
+    def require_login(cls) -> None:
+        """Raise ConfigError without a key, unless wandb is offline."""
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        try:
+            wandb.login()
+        except Exception as error:
+            raise _refusal(error) from None
+        finally:
+            wandb.teardown()
+
     def __init__(self, config: Config, run: TrackedRun) -> None:
         import wandb
 
@@ -45,10 +58,7 @@ class WandB(Tracker):
             )
         except Exception as error:  # no key, no network, no such project: wandb has many names for it
             self._end()
-            raise ConfigError(
-                f"trainer.trackers: wandb did not start: {describe_error(error)} "
-                "(WANDB_MODE=offline needs neither a key nor a network)"
-            ) from None
+            raise _refusal(error) from None
 
         # An axis of the run's own: wandb's counts calls, and forgets what a resumed run does again.
         self._run.define_metric(STEP)
@@ -73,3 +83,10 @@ class WandB(Tracker):
             self._run.finish(exit_code=int(failed))
         finally:
             self._end()
+
+
+def _refusal(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"trainer.trackers: wandb did not start: {describe_error(error)} "
+        "(WANDB_MODE=offline needs neither a key nor a network)"
+    )

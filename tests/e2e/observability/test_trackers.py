@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,6 +12,7 @@ import pytest
 
 from gkd.config import load
 from gkd.errors import ConfigError
+from tests.e2e.conftest import ROOT, environment
 from tests.observability.test_trackers import ROWS, config, write
 
 
@@ -38,6 +41,18 @@ def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"^trainer\.trackers: wandb .*WANDB_MODE=offline"):
         write(config("wandb"), tmp_path, ROWS)
+
+
+def test_without_a_key_a_run_ends_before_it_takes_gpus(tmp_path: Path) -> None:
+    names = {name: value for name, value in environment().items() if not name.startswith("WANDB_")}
+    command = [sys.executable, "-m", "gkd.main", "+recipe=grpo", "trainer.trackers=wandb"]
+    done = subprocess.run(
+        [*command, f"trainer.output_dir={tmp_path}/run"], cwd=ROOT, env={**names, "HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: trainer.trackers: wandb ") and done.stderr.count("\n") == 1
+    assert list(tmp_path.glob("run*")) == []
 
 
 def test_mlflow_keeps_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
