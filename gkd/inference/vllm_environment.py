@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
@@ -32,25 +30,19 @@ def compile_apart(device: Device) -> None:
         os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
 
 
-def meet_in_own_file() -> None:
-    """Have the file by which the processes of an engine meet end with this process, or with the session of its Ray.
+def meet_in_session() -> None:
+    """Have the file by which the processes of a worker's engine meet lie in Ray's session, and so end with it.
 
     vLLM has no setting for that, makes one in the directory for temporary files and never removes it. Before the
-    process' engine starts.
+    process' engine starts; elsewhere than in a worker of Ray's all is as it was.
     """
     from ray._private import worker
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    node = worker._global_node
-    directory = Path(tempfile.gettempdir() if node is None else node.get_session_dir_path())
-
-    def name_file() -> str:
-        file = directory / f"vllm_dist_{uuid4().hex}"
-        atexit.register(file.unlink, missing_ok=True)
-        return f"file://{file}"
-
-    for executor in (multiproc_executor, uniproc_executor):
-        executor.get_file_store_init_method = name_file
+    if worker._global_node is not None:
+        directory = worker._global_node.get_session_dir_path()
+        for executor in (multiproc_executor, uniproc_executor):
+            executor.get_file_store_init_method = lambda: f"file://{directory}/vllm_dist_{uuid4().hex}"
 
 
 def share_gpu_of_worker() -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, ManagedMemory
-from gkd.inference.vllm_environment import compile_apart, meet_in_own_file
+from gkd.inference.vllm_environment import compile_apart, meet_in_session
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -98,7 +98,7 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
     # more than half of its time. vLLM does the same once it has started.
     gc.freeze()
     compile_apart(device)
-    meet_in_own_file()
+    meet_in_session()
     return LLM(**arguments)
 
 
@@ -126,7 +126,7 @@ class Follower:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         compile_apart("cuda")
-        meet_in_own_file()
+        meet_in_session()
         # Defaults, such as how many tokens a step has, depend on the context; vllm.LLM has this one.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config, monitor_workers=False)

@@ -40,20 +40,6 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     assert process.returncode == 130 and out == "" and "Traceback" not in err
 
 
-def test_a_server_with_vllm_leaves_no_file_for_temporary_ones(model: Path, tmp_path: Path) -> None:
-    settings = [f"teacher.model.path={model}", f"teacher.server_port={free_port()}", "teacher.engine=vllm"]
-    process = serve(*settings, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert process.stdout is not None
-    try:
-        assert contains_in_order(process.stdout.readline(), "ready", model)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.communicate()
-    assert [file.name for file in tmp_path.iterdir() if not file.name.startswith("torchinductor_")] == []
-
-
 SWALLOWS_A_SIGNAL = """
 import os, signal, time
 from gkd.inference.torch_scorer import TorchScorer
