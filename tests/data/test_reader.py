@@ -66,7 +66,11 @@ def test_capitals_and_compressed_files(tmp_path: Path) -> None:
     assert [(row.values, row.place) for row in read_rows(str(tabs))] == [({"q": "a,b", "n": "1"}, f"{tabs} line 2")]
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"q": 1}\n' * 99)[:-9], gzip.compress(b"")[:10]])
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", gzip.compress(b'{"q": 1}\n' * 99)[:-9], gzip.compress(b"")[:10]],
+    ids=["another format", "no end", "nothing"],  # the bytes hold the time
+)
 def test_a_compressed_file_that_is_none(tmp_path: Path, content: bytes) -> None:
     file = jsonl(tmp_path, content, "x.jsonl.gz")
     assert str(file) in error_of(file)
