@@ -12,6 +12,7 @@ from uuid import uuid4
 from gkd.config.device import Device
 from gkd.errors import RunFailed
 
+MOST_SOCKET_PATH = 107 - 37  # of a directory in which sockets are named by a UUID; Linux takes no longer names
 _OF_BUNDLE = re.compile(r"GPU_group_(\d+)_[0-9a-f]+")
 
 
@@ -31,9 +32,10 @@ def compile_apart(device: Device) -> None:
 
 
 def meet_in_session() -> None:
-    """Have the file by which the processes of a worker's engine meet lie in Ray's session, and so end with it.
+    """Have the file and the sockets by which the processes of a worker's engine meet lie in Ray's session, and so end
+    with it.
 
-    vLLM has no setting for that, makes one in the directory for temporary files and never removes it. Before the
+    vLLM has no setting for the file, makes one in the directory for temporary files and never removes it. Before the
     process' engine starts; elsewhere than in a worker of Ray's all is as it was.
     """
     from ray._private import worker
@@ -41,6 +43,8 @@ def meet_in_session() -> None:
 
     if worker._global_node is not None:
         directory = worker._global_node.get_session_dir_path()
+        if len(directory) < MOST_SOCKET_PATH:
+            os.environ["VLLM_RPC_BASE_PATH"] = directory
         for executor in (multiproc_executor, uniproc_executor):
             executor.get_file_store_init_method = lambda: f"file://{directory}/vllm_dist_{uuid4().hex}"
 

@@ -20,15 +20,17 @@ _RewardCall: TypeAlias = tuple[str, Sequence[Completion], list[Future[Timed]]]
 class RewardPool:
     """``settings.workers`` processes that evaluate reward functions, each call with a time limit.
 
-    Those that a group of workers gives are left to it."""
+    Those that a group of workers gives are left to it. Temporary files of the processes are in ``temporary``, None for
+    the usual directory of such.
+    """
 
-    def __init__(self, settings: Reward) -> None:
+    def __init__(self, settings: Reward, temporary: str | None = None) -> None:
         self._names, self._of_groups = settings.functions_scored_by(None), settings.group_functions()
         self._settings = settings
         self._waiting: deque[_RewardCall] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._processes = [RewardProcess(settings) for _ in range(settings.workers)] if self._names else []
+        self._processes = [RewardProcess(settings, temporary) for _ in range(settings.workers if self._names else 0)]
         self._threads = [
             threading.Thread(target=self._evaluate, args=(process,), name="reward", daemon=True)
             for process in self._processes

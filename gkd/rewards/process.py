@@ -46,10 +46,13 @@ class RewardError(Exception):
 
 
 class RewardProcess:
-    """Evaluates the functions of ``settings`` that no group of workers gives, in a process of its own."""
+    """Evaluates the functions of ``settings`` that no group of workers gives, in a process of its own.
 
-    def __init__(self, settings: Reward) -> None:
-        self._settings = settings
+    Its temporary files are in one of its own in ``temporary``, None for the usual directory of such.
+    """
+
+    def __init__(self, settings: Reward, temporary: str | None = None) -> None:
+        self._settings, self._temporary = settings, temporary
         self._ending = False
         self._start()
 
@@ -99,7 +102,8 @@ class RewardProcess:
         # A process that is stopped reads nothing, and a long completion would be waited for here.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
-        self._directory = tempfile.mkdtemp(prefix="gkd-rewards-")  # goes with the process, however that ends
+        # It goes with the process, however that ends; where that ends with its parent, with ``temporary``.
+        self._directory = tempfile.mkdtemp(prefix="gkd-rewards-", dir=self._temporary)
         arguments = theirs, self._settings.model_dump(), self._directory
         process = context.Process(target=_serve, args=arguments, name="reward")
         process.start()

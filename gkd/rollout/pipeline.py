@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gkd.cluster.workers.environment import find_session_directory
 from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import describe_error, one_line
@@ -56,7 +57,7 @@ class ScoringPipeline:
         self._groups: dict[int, list[_Pending]] = {}  # that are not whole, by the key of their first sample
         self._clients: dict[str, ScoringClient] = {}
         self._tokenizer = load_tokenizer(model_path)
-        self._rewards = RewardPool(config.reward) if config.algorithm.policy_weight else None
+        self._rewards = RewardPool(config.reward, find_session_directory()) if config.algorithm.policy_weight else None
         # The reward model's tokenizer, and whether it is the student's.
         self._reward_tokenizer: tuple[Any, bool] | None = None
         if config.has_reward_model_group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,3 +264,25 @@ def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
         assert (sample.finish_reason == "stop") == (at is not None or sample.sampled_ids[-1] == EOS)
         stopped += at is not None
     assert stopped >= 3
+
+
+@pytest.mark.parametrize(("length", "there"), [(69, True), (70, False)])
+def test_sockets_of_an_engine_lie_in_rays_session_where_its_name_is_short_enough(
+    length: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux takes 107 characters, of which a UUID and a slash are 37."""
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    from gkd.inference.vllm_environment import meet_in_session
+
+    directory = "/" + "s" * (length - 1)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
+    for executor in (multiproc_executor, uniproc_executor):
+        monkeypatch.setattr(executor, "get_file_store_init_method", executor.get_file_store_init_method)
+    node = SimpleNamespace(get_session_dir_path=lambda: directory)
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    meet_in_session()
+    path = get_open_zmq_ipc_path().removeprefix("ipc://")
+    assert path.startswith(f"{directory if there else '/elsewhere'}/") and len(path) < 107
+    assert multiproc_executor.get_file_store_init_method().startswith(f"file://{directory}/")
