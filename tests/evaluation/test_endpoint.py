@@ -55,6 +55,8 @@ class Adder(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     monkeypatch.setattr(Adder, "requests", [], raising=False)
+    # Of connections that come together; the usual 5 are fewer than questions have samples, and there are no retries.
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Adder)
     thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
     thread.start()
