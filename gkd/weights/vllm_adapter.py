@@ -39,21 +39,21 @@ class AdapterLoader:
         self._llm, self._lora = llm, lora
         self._tensors: dict[str, Tensor] = {}
         self.request: LoRARequest | None = None
-        """What requests name the adapter by; None before the first push, as a new one changes nothing.
-
-        Requests that began without one end so: with weights in flight a push comes before them.
-        """
+        """What requests name the adapter by; None before the first push, as a new one changes nothing."""
 
     def load(self, bucket: Bucket, tensors: dict[str, Tensor], running: CachePolicy) -> None:
         """Take the next bucket while the engine computes nothing; with the last one the adapter serves.
 
         What ``running`` requests have cached is forgotten or kept, as by :func:`gkd.weights.vllm_backend.load`.
-        Raises RuntimeError where vLLM does not take the adapter: do not sample then.
+        Raises RuntimeError where vLLM does not take the adapter, or requests began without one, which end so (in flight a
+        push comes before them): do not sample then.
         """
         from vllm.lora.request import LoRARequest
 
         from gkd.weights.vllm_backend import reset_cache
 
+        if self.request is None and self._llm.llm_engine.has_unfinished_requests():
+            raise RuntimeError("requests began without an adapter, and would go on without one under other weights")
         if bucket.number == 0:
             self._tensors = {}
         self._tensors |= tensors

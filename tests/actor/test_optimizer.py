@@ -71,3 +71,13 @@ def test_moments_in_the_hosts_memory_change_nothing(size: int, monkeypatch: pyte
     assert own.n_updates(optimizer) == own.n_updates(expected) == 6
     for p, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=0.0 if size > 1000 else 1e-6, atol=0.0 if size > 1000 else 1e-7)
+
+
+def test_moments_are_on_the_host_where_weights_are_elsewhere() -> None:
+    """Of another device and with offload_optimizer alone; there is nothing to move where weights are on the host."""
+    settings = Actor(lr=1e-2, offload_optimizer=True)
+    optimizer = adamw(torch.nn.Linear(3, 2, device="meta"), settings)
+    assert isinstance(optimizer, HostAdamW)
+    assert {state[name].device.type for state in optimizer.state.values() for name in own.MOMENTS} == {"cpu"}
+    assert not isinstance(adamw(torch.nn.Linear(3, 2, device="meta"), Actor(lr=1e-2)), HostAdamW)
+    assert not isinstance(adamw(torch.nn.Linear(3, 2), settings), HostAdamW)

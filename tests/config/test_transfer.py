@@ -159,6 +159,15 @@ def test_an_adapter_that_cannot_go_alone_is_refused_by_name(overrides: list[str]
         compose(["+recipe=on_policy_distill", "weights.adapter_only=true", *overrides])
 
 
+def test_copies_of_the_student_have_equal_shares_of_its_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"actor.fsdp_size=3: .* 4 GPUs"):
+        compose(["trainer.n_gpus_per_node=4", "actor.fsdp_size=3"])
+    with pytest.raises(ConfigError, match=r"actor.fsdp_size=2: weights.transfer=nccl_m2n "):
+        compose(["trainer.n_gpus_per_node=4", "actor.fsdp_size=2", "weights.transfer=nccl_m2n"])
+    assert compose(["trainer.n_gpus_per_node=4", "actor.fsdp_size=2"]).actor.fsdp_size == 2
+    assert compose(["trainer.n_gpus_per_node=4", "actor.fsdp_size=4", "weights.transfer=nccl_m2n"]).actor.fsdp_size == 4
+
+
 def test_an_adapter_alone_goes_through_the_host() -> None:
     who = reports("actor", G[0]), reports("rollout", G[1])
     assert choose_transfer(Weights(adapter_only=True), Rollout(engine="vllm"), *who) == "object_store"

@@ -326,3 +326,12 @@ def test_on_a_cpu_all_groups_share_its_memory() -> None:
     large = compose([*own, "plan.memory_gb=8", "rollout.kv_cache_gb=6"])
     with pytest.raises(ConfigError, match=r"this fits: "):
         require_memory(large, s.models, None)
+
+
+def test_copies_of_the_student_that_do_not_fit_are_advised_to_be_wider() -> None:
+    case = ("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8",
+            "plan.gpu_type=h100-80gb")  # fmt: skip
+    advice = advise(layout_of(*case, "actor.fsdp_size=1"), "actor")[0]
+    assert (advice.level, advice.settings) == (1, {"actor.fsdp_size": 8})
+    fits = [_memory(layout_of(*case, f"actor.fsdp_size={size}"), "actor").fits for size in (1, 2, 4, 8)]
+    assert fits == [False, False, False, True]

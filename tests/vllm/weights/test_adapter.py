@@ -55,8 +55,13 @@ def adapter(model: Any) -> dict[str, Tensor]:
 def test_the_engine_samples_from_the_model_with_the_adapter(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several buckets; before the first push and after two."""
+    """In several buckets; before the first push, which nothing may run across, and after two."""
     sample_requests = requests(Sampling(12))
+    engine.add(0, sample_requests[0])
+    with pytest.raises(RuntimeError, match="without an adapter"):
+        load_in_buckets(engine, adapter(trained(1)).items(), 1)
+    while engine.has_unfinished_requests():
+        engine.step()
     plain = run(engine, sample_requests)
     assert worst_difference(trained(0), sample_requests, plain) < 1e-4
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
