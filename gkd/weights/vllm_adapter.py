@@ -45,8 +45,8 @@ class AdapterLoader:
         """Take the next bucket while the engine computes nothing; with the last one the adapter serves.
 
         What ``running`` requests have cached is forgotten or kept, as by :func:`gkd.weights.vllm_backend.load`.
-        Raises RuntimeError where vLLM does not take the adapter, or requests began without one, which end so (in flight a
-        push comes before them): do not sample then.
+        Raises RuntimeError where vLLM does not take the adapter, or requests began without one, which end so (in
+        flight, a first push comes before any): do not sample then.
         """
         from vllm.lora.request import LoRARequest
 
