@@ -10,7 +10,8 @@ case ${1:-} in -h | --help) usage "$0"; exit ;; esac
 environment test
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-# Once for all programs that tests start, which do not write it themselves under PYTHONDONTWRITEBYTECODE.
+# Bytecode is written once for all programs that tests start, and pytest keeps that of the tests for the next time.
+unset PYTHONDONTWRITEBYTECODE
 "$PYTHON" -m compileall -q gkd recipes tests
 types=
 output=$(mktemp)

@@ -73,15 +73,15 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
     """Longer than a request has; a client that begins meanwhile does not wait for it, but its requests do."""
     first = serve()
     address = first.server.address
-    client = connect(address, request_timeout_s=0.5, heartbeat_s=0.2)
+    client = connect(address, request_timeout_s=0.3, heartbeat_s=0.15)
     client.connect(30)
     first.end()
     client.expect(address, 30.0, address)
-    late = connect(address, request_timeout_s=0.5, heartbeat_s=0.2, absent=[address])
+    late = connect(address, request_timeout_s=0.3, heartbeat_s=0.15, absent=[address])
     assert late.connect(30) == {}
     late.expect(address, 30.0, address)
     futures = [one.submit(a_score(0)) for one in (client, late)]
-    time.sleep(1.0)
+    time.sleep(0.6)
     assert not any(future.done() for future in futures)
     again = serve(port=int(address.rsplit(":", 1)[1]))
     assert all(all_right([future], 25.0) for future in futures)
@@ -161,7 +161,7 @@ def test_a_request_leaves_a_suspect_replica_once_and_without_an_attempt(serve: S
     """Where all are suspect they are asked as always; one that hangs everywhere fails after as many attempts."""
     hanging = [serve(TableEngine(delay_s=60.0)) for _ in range(2)]
     first, second = (running.server.address for running in hanging)
-    client = connect(first, second, request_timeout_s=1.0, max_attempts=2)
+    client = connect(first, second, request_timeout_s=0.5, max_attempts=2)
     client.connect(30)
     client.expect(first, 30.0, first, suspect=True)
     client.expect(second, 30.0, second, suspect=True)
@@ -181,8 +181,8 @@ def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
 
 
 def test_a_late_answer_is_taken_once_and_its_duplicate_dropped(serve: Serve, connect: Connect) -> None:
-    slow = serve(TableEngine(delay_s=1.0))
-    client = connect(slow.server.address, request_timeout_s=0.7)
+    slow = serve(TableEngine(delay_s=0.5))
+    client = connect(slow.server.address, request_timeout_s=0.35)
     client.connect(30)
     assert all_right([client.submit(a_score(0))])  # the first attempt's answer, while the second is under way
     deadline = time.monotonic() + 30
