@@ -133,3 +133,19 @@ def test_the_datas_own_answers_are_learned_from_too(start: Any) -> None:
     own = [sample for sample in logged if "logprob_mean" not in sample]
     assert len(own) == len(logged) / 2
     assert all(sample["response"] == sample["answer"] for sample in own)
+
+
+def test_an_adapter_alone_reaches_engines_that_go_on_sampling(start: Any) -> None:
+    """Of fresh tokens the engine's log-probabilities are the actor's, after every push."""
+    run = start(
+        "rollout.engine=vllm", "actor.lora.r=4", "actor.lr=0.01", "weights.adapter_only=true",
+        "schedule.max_staleness=1", "schedule.in_flight=true", "trainer.total_steps=8", "trainer.batch_size=8",
+        "trainer.val_every=8", "reward.functions=[format]", "reward.format.pattern='^[0-3]'", recipe="grpo",
+    )  # fmt: skip
+    assert run.end(300) == 0, run.text()
+    rows = run.metrics()
+    assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 1, 1, 1, 1, 1, 1]
+    fresh = [row["mismatch/kl"] for row in rows[1:] if "mismatch/kl" in row]
+    assert fresh and max(map(abs, fresh)) < 1e-4
+    assert sum(row["actor/grad_norm"] for row in rows[1:]) > 0
+    assert max(row.get("mismatch/stale_kl", 0.0) for row in rows[1:]) > 1e-4  # the adapter had changed meanwhile
