@@ -16,6 +16,9 @@ _REJECTION = re.compile(r"is(?:\s+(?:wrong|incorrect|false)|(?:\s+not|n't)\s+(?:
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))(?!\s*\.?[0-9])")
 _REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_UNIT = re.compile(
+    rf"(?:(?:\s*/?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
+)
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
 _FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arctan"}
@@ -157,4 +160,9 @@ def _is_same_formula(own: str, reference: str) -> bool:
     based = [re.search(r"\d\s*_", text) is not None for text in (own, reference)]  # 25 in base 8 is not 25
     if not units_agree(*texts) or scales[0] != scales[1] or based[0] != based[1]:
         return False
-    return are_math_equal(own, reference)
+    return are_math_equal(_without_unit(own), _without_unit(reference))
+
+
+def _without_unit(formula: str) -> str:
+    """Return a formula without the unit after it: a text, or a word that is no product of variables."""
+    return _UNIT.sub("", formula).strip() or formula

@@ -92,12 +92,16 @@ def are_math_equal(response: str, answer: str) -> bool:
 
 
 def _compare(response: str, answer: str) -> bool:
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # As LaTeX only: of what it cannot read whole it would else take a number. The alarm of main() is the time-out;
-    # math-verify's own works in the main thread of a process only.
+    # As LaTeX only: of what it cannot read whole it would else take a number. Without its units, as a last "h" or "ab"
+    # is one to it. The alarm of main() is the time-out; math-verify's own works in the main thread of a process only.
+    form = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True)
+    )
     own, gold = (
-        parse(f"${text.strip('$')}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+        parse(f"${text.strip('$')}$", [form], fallback_mode="no_fallback", parsing_timeout=None)
         for text in (response, answer)
     )
     return bool(gold) and bool(verify(gold, own, timeout_seconds=None))

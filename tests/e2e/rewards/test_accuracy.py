@@ -370,6 +370,17 @@ MATHEMATICS = [
     ("\\boxed{\\emptyset}", "\\emptyset", True),
     ("\\boxed{\\infty}", "-\\infty", False),
     ("\\boxed{-\\infty}", "-\\infty", True),
+    ("\\boxed{\\frac{\\pi r^2 h}{3}}", "\\frac{1}{3}\\pi r^2 h", True),
+    ("\\boxed{\\frac{1}{3}\\pi r^2}", "\\frac{1}{3}\\pi r^2 h", False),
+    ("\\boxed{\\frac{ab}{2}}", "\\frac{1}{2}ab", True),
+    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}ab", False),
+    ("\\boxed{2 t}", "2", False),
+    ("\\boxed{v_0}", "v_0 t", False),
+    ("\\boxed{a^2 + b^2 - 2 a b}", "(a-b)^2", True),
+    ("\\boxed{e^{x} + c}", "c + e^x", True),
+    ("\\boxed{3\\sqrt{2} cm^2}", "3\\sqrt{2}", True),
+    ("\\boxed{3\\sqrt{2}\\text{ mi}/\\text{hr}}", "3\\sqrt{2}", True),
+    ("\\boxed{36\\pi}", "36\\pi \\text{ cm}^{3}", True),
 ]
 
 
