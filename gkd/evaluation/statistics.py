@@ -61,20 +61,18 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def classes_of(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[list[int]]:
     """Return which answers agree, as lists of positions in the order of their first; None agrees with nothing.
 
-    An answer belongs to the first class whose first answer is the ``same``.
+    An answer belongs to the first class whose first answer is the ``same``; an equal text is compared once.
     """
-    classes: list[list[int]] = []
+    classes: dict[str, list[int]] = {}  # by their first answers
+    class_of: dict[str, list[int]] = {}  # by every text
     for place, answer in enumerate(answers):
         if answer is None:
             continue
-        for members in classes:
-            first = answers[members[0]]
-            if first is not None and (first == answer or same(first, answer)):
-                members.append(place)
-                break
-        else:
-            classes.append([place])
-    return classes
+        if answer not in class_of:
+            first = next((first for first in classes if same(first, answer)), answer)
+            class_of[answer] = classes.setdefault(first, [])
+        class_of[answer].append(place)
+    return list(classes.values())
 
 
 def majority(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[int]:

@@ -66,6 +66,23 @@ def test_majority_counts_answers_that_mean_the_same() -> None:
     assert majority_score([0.0, 1.0, 1.0], ["3", "2", "2.0"], same) == 1.0
 
 
+def test_each_pair_of_different_answers_is_compared_once() -> None:
+    """A comparison of two formulas takes tens of milliseconds."""
+    pairs: list[tuple[str, str]] = []
+
+    def record(first: str, second: str) -> bool:
+        pairs.append((first, second))
+        return same(first, second)
+
+    answers = ["1", "2", "2.0", "3"] * 16
+    assert classes_of(answers, record) == [
+        list(range(0, 64, 4)),
+        sorted([*range(1, 64, 4), *range(2, 64, 4)]),
+        list(range(3, 64, 4)),
+    ]
+    assert len(pairs) == len(set(pairs)) == 1 + 2 + 2
+
+
 def test_majority_of_ties_is_their_mean_and_of_nothing_zero() -> None:
     assert majority_score([1.0, 0.0, 0.0], ["2", "3", None], same) == 0.5
     assert majority_score([1.0, 1.0], [None, None], same) == 0.0
