@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gkd.data.row import Row
+from gkd.data.row import ROWS_AT_ONCE, Row
 from gkd.errors import ConfigError, one_line
 
-ROWS_AT_ONCE = 1000
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 

@@ -39,6 +39,8 @@ def prompt_key(row: Row, data: Data) -> str:
 def prompt_of(row: Row, key: str) -> Any:
     """Return the prompt in column ``key``: text, or messages with role and content, each content as one text.
 
+    What is null in a message is left out, as tables have it of every field that another message has.
+
     Raises ConfigError for a missing column, and for content that is no text, of which a template would write what
     Python prints.
     """
@@ -47,7 +49,7 @@ def prompt_of(row: Row, key: str) -> Any:
         value = _from_sharegpt(row, key, value)
     if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
         return value
-    return [{**m, "content": _content(row, key, m)} for m in value]
+    return [{**_without_nulls(m), "content": _content(row, key, m)} for m in value]
 
 
 def answers_of(row: Row, data: Data) -> tuple[str, ...]:
@@ -126,6 +128,12 @@ def _from_sharegpt(row: Row, key: str, turns: list[dict[str, Any]]) -> list[dict
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
+    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from gkd.config.overrides import flatten
 from gkd.errors import ConfigError
 
 KEYS_SHOWN = 20
+ROWS_AT_ONCE = 1000
+"""Rows of a table that are in memory at a time: of long documents tens of thousands would be gigabytes."""
 _ABSENT = object()
 
 

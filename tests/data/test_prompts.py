@@ -140,6 +140,25 @@ def test_only_the_assistant_speaks(tmp_path: Path) -> None:
     assert "assistant" in complaint(tmp_path, [{"messages": [message("assistant", "a")]}])
 
 
+def test_fields_that_only_other_messages_have_are_not_shown_to_the_template(tmp_path: Path) -> None:
+    """Tables give every message all fields, null where it has none; Llama 3's template asks which are there."""
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}> {% if 'tool_calls' in m %}"
+        "{{ m.tool_calls[0].function.arguments.keys() | join(' ') }}"
+        "{% else %}{{ m['content'] }}{% endif %} {% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    turns = [
+        {"role": "user", "content": "c", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "d", "tool_calls": None},
+    ]
+    (prompt,) = load(tmp_path, [{"messages": turns}], word_tokenizer(template=template)).prompts
+    assert prompt.token_ids.tolist() == [USER, C, ASSISTANT, A, USER, WORDS.index("d")]
+    assert prompt.messages is not None
+    assert prompt.messages[0] == {"role": "user", "content": "c"}
+
+
 def test_a_template_that_refuses(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(template="{{ raise_exception('roles must\n alternate') }}")
     rows = [{"messages": [message("user", "a")]}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -103,6 +104,18 @@ def test_missing(tmp_path: Path) -> None:
 def test_empty(tmp_path: Path, content: str) -> None:
     file = jsonl(tmp_path, content)
     assert contains_in_order(error_of(file), file, "empty")
+
+
+def test_a_parquet_file_of_long_texts_is_read_in_small_parts(tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"q": ["a" * 10_000] * 5_000}), file)
+    tracemalloc.start()
+    try:
+        n_rows = sum(1 for _ in read_rows(str(file)))
+        assert n_rows == 5_000
+        assert tracemalloc.get_traced_memory()[1] < 25_000_000  # of 50 million characters
+    finally:
+        tracemalloc.stop()
 
 
 def test_empty_parquet(tmp_path: Path) -> None:
