@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gkd.data.prompts import PromptSet
-from gkd.data.templates import chat_template_of
+from gkd.data.templates import begins_itself, chat_template_of
 from gkd.errors import ConfigError, one_line
 from gkd.types import Int32, Prompt, teacher_of
 
@@ -83,10 +83,11 @@ class Renderer:
             return []
         texts = [self.text(prompt) for prompt in prompts]
         token_ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        around = self.rendering
+        around, bos = self.rendering, self.rendering.special_tokens.get("bos_token")
+        complete = [p.messages is not None or begins_itself(p.text, bos) for p in prompts]
         return [
-            np.asarray(ids if p.messages is not None else [*around.before, *ids, *around.after], dtype=np.int32)
-            for p, ids in zip(prompts, token_ids, strict=True)
+            np.asarray(ids if has_all else [*around.before, *ids, *around.after], dtype=np.int32)
+            for has_all, ids in zip(complete, token_ids, strict=True)
         ]
 
 

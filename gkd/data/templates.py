@@ -77,6 +77,11 @@ def chat_template_of(tokenizer: Any) -> str | None:
     return chosen
 
 
+def begins_itself(text: str, bos: str | None) -> bool:
+    """Return whether plain text has its special tokens in it: it begins with ``bos``, as what a template made does."""
+    return bool(bos) and text.startswith(str(bos))
+
+
 def _fill(row: Row, template: str) -> str:
     def value_of(place: re.Match[str]) -> str:
         if place["name"] is None:  # doubled braces

@@ -17,6 +17,7 @@ from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.config.device import require_device
 from gkd.data.model_info import ModelInfo
+from gkd.data.templates import begins_itself
 from gkd.errors import RunFailed, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.reloading import FurtherWeights
@@ -103,7 +104,8 @@ class EngineReplies:
             prompt = [*question.messages[:-1], {**question.messages[-1], "content": prompt}]
         try:
             if isinstance(prompt, str):
-                ids = tokenizer(prompt, verbose=False)["input_ids"]
+                added = not begins_itself(prompt, tokenizer.bos_token)
+                ids = tokenizer(prompt, add_special_tokens=added, verbose=False)["input_ids"]
             else:
                 text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -46,6 +46,12 @@ def test_strings_get_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
     assert (prompt.id, prompt.text, prompt.answer) == (0, "3 1 =", "13")
 
 
+def test_text_that_a_template_made_before_is_begun_once(tmp_path: Path) -> None:
+    """As others, which add no special tokens to a prompt, have it in their files."""
+    prompts = load(tmp_path, [{"prompt": "<bos> 3 1 ="}, {"prompt": "3 1 ="}], make_tokenizer()).prompts
+    assert [prompt.token_ids.tolist() for prompt in prompts] == [[1, 8, 6, 4]] * 2
+
+
 def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     messages = [message("system", "a"), message("user", "b")]
     (prompt,) = load(tmp_path, [{"messages": messages}]).prompts

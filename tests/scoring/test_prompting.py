@@ -102,6 +102,16 @@ def test_special_tokens_around_plain_text_are_compared_too(tmp_path: Path) -> No
     assert seen(prompt_set, tokenizer()) == ["<eos> a d", "<eos> d", "<eos> a a a a"]
 
 
+def test_text_that_begins_itself_is_the_same_to_a_teacher_of_the_same_tokenizer(tmp_path: Path) -> None:
+    own = tokenizer(prepends="<eos>", bos_token="<eos>")
+    own.save_pretrained(tmp_path / "teacher")
+    loaded = prompts(own, tmp_path, ["<eos> a d", "d"])
+    for chat_template in (None, "own"):
+        models = {"teacher": str(tmp_path / "teacher")}
+        sets = teacher_prompts(Teacher(chat_template=chat_template), models, own, {"train": loaded}, 100)
+        assert seen(sets["train"], own) == ["<eos> a d", "<eos> d"]
+
+
 def test_own_is_what_the_teachers_tokenizer_makes_of_the_messages(tmp_path: Path) -> None:
     student, teacher = tokenizer(TEMPLATE), tokenizer(OTHER, bos_token="<system>")
     prompt_set = made(student, teacher, tmp_path, "own")
