@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,16 @@ LONGEST = 1 << 24
 
 
 class Bytes:
-    """Stands for the tokenizer that only the endpoint has: the bytes of a text, messages as they are."""
+    """Stands for the tokenizer that only the endpoint has: the bytes of a text, messages as they are.
 
-    chat_template = "{{ messages }}"
+    ``variables``: what the chat template there is given beside messages.
+    """
+
     all_special_ids: tuple[int, ...] = ()
     name_or_path = "an endpoint"
+
+    def __init__(self, variables: Iterable[str] = ()) -> None:
+        self.chat_template = " ".join(["{{ messages }}", *variables])  # whether it looks at them is seen there
 
     def __call__(self, texts: str | Sequence[str], **_: Any) -> dict[str, Any]:
         """Return the bytes of each text as its tokens."""
@@ -82,7 +87,7 @@ class EndpointReplies:
         settings, client = self.model.settings, await self._client
         name = f"evaluate.endpoints.{self.model.name}: {settings.url}"
         body: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
-        body |= _extra_parameters(sampling)
+        body |= _extra_parameters(sampling, question.chat_template_kwargs)
         try:
             answer = await client.chat.completions.create(
                 model=settings.model,
@@ -133,10 +138,11 @@ def _close_tag(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def _extra_parameters(sampling: Sampling) -> dict[str, Any]:
-    """Return a set's settings of sampling beside temperature and nucleus; top_k and min_p as vLLM's server has them."""
+def _extra_parameters(sampling: Sampling, chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a set's settings beside temperature and nucleus; those that are no standard as vLLM's server has them."""
     standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
-    own = {name: value for name, value in (("top_k", sampling.top_k), ("min_p", sampling.min_p)) if value}
+    further = {"top_k": sampling.top_k, "min_p": sampling.min_p, "chat_template_kwargs": dict(chat_template_kwargs)}
+    own = {name: value for name, value in further.items() if value}
     differing = {name: value for name, value in standard.items() if value}
     return differing | ({"extra_body": own} if own else {})
 

@@ -84,7 +84,7 @@ class EngineReplies:
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
         """Have the engines sample a reply. Raises RunFailed for a prompt that is too long or that no template takes."""
-        shown = question.prompt if prompt is None else self._prompt(question.prompt, prompt)
+        shown = question.prompt if prompt is None else make_prompt(question, prompt, self.model.tokenizer)
         if (length := len(shown.token_ids) + sampling.max_tokens) > self.max_length:
             raise RunFailed(
                 f"a prompt of {len(shown.token_ids)} tokens with a reply of {sampling.max_tokens} makes {length}, and "
@@ -96,22 +96,6 @@ class EngineReplies:
         sample = await future
         text = self.model.tokenizer.decode(sample.sampled_ids.tolist(), skip_special_tokens=True)
         return Reply(text, len(sample.sampled_ids), sample.finish_reason == "length")
-
-    def _prompt(self, question: Prompt, prompt: str | Messages) -> Prompt:
-        """Return a strategy's own prompt: a text as the question is put, messages by the chat template."""
-        tokenizer = self.model.tokenizer
-        if isinstance(prompt, str) and question.messages is not None:
-            prompt = [*question.messages[:-1], {**question.messages[-1], "content": prompt}]
-        try:
-            if isinstance(prompt, str):
-                added = not begins_itself(prompt, tokenizer.bos_token)
-                ids = tokenizer(prompt, add_special_tokens=added, verbose=False)["input_ids"]
-            else:
-                text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        except Exception as error:  # a template raises whatever it meets
-            raise RunFailed(f"a strategy's messages do not become a prompt: {one_line(error)}") from None
-        return replace(question, token_ids=np.asarray(ids, dtype=np.int32))
 
     async def work(self) -> None:
         """Hand requests out and replies back. Raises RunFailed when none came for ``rollout.timeout_s``."""
@@ -142,3 +126,23 @@ class EngineReplies:
             future = self._futures.pop(training.key)
             if not future.done():
                 future.set_result(scored.sample)
+
+
+def make_prompt(question: Question, prompt: str | Messages, tokenizer: Any) -> Prompt:
+    """Return a strategy's own prompt: a text as the question is put, messages by the chat template, as the set has it.
+
+    Raises RunFailed for messages that the template does not take.
+    """
+    asked = question.prompt
+    if isinstance(prompt, str) and asked.messages is not None:
+        prompt = [*asked.messages[:-1], {**asked.messages[-1], "content": prompt}]
+    try:
+        if isinstance(prompt, str):
+            text, added = prompt, not begins_itself(prompt, tokenizer.bos_token)
+        else:
+            kwargs, added = question.chat_template_kwargs, False
+            text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False, **kwargs)
+        ids = tokenizer(text, add_special_tokens=added, verbose=False)["input_ids"]
+    except Exception as error:  # a template raises whatever it meets
+        raise RunFailed(f"a strategy's messages do not become a prompt: {one_line(error)}") from None
+    return replace(asked, token_ids=np.asarray(ids, dtype=np.int32))

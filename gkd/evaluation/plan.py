@@ -76,7 +76,9 @@ class Measurement:
 def _digest(question: Question, sampling: Sampling, seed: int) -> str:
     prompt = hashlib.sha256(question.prompt.token_ids.tobytes()).hexdigest()
     parts = [sampling.max_tokens, sampling.temperature, sampling.top_p, prompt, seed if sampling.temperature else 0]
-    further = {name: getattr(sampling, name) for name in ("top_k", "min_p", "presence_penalty", "stop")}
+    # Of a strategy's own prompts, and of endpoints, whose templates nobody knows.
+    further: dict[str, Any] = {name: getattr(sampling, name) for name in ("top_k", "min_p", "presence_penalty", "stop")}
+    further["chat_template_kwargs"] = question.chat_template_kwargs
     if used := {name: value for name, value in further.items() if value}:  # earlier answers have none of them
         parts.append(json.dumps(used))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
@@ -130,7 +132,8 @@ def measurements(
                 measurements += _plan_strategies(config, own, questions)
     for name, endpoint in config.evaluate.endpoints.items():
         for set_name, settings in config.evaluate.sets.items():
-            questions = load_questions(set_name, settings, Bytes(), LONGEST, QUICK if quick else None)
+            stand_in = Bytes(settings.chat_template_kwargs)
+            questions = load_questions(set_name, settings, stand_in, LONGEST, QUICK if quick else None)
             measurements += _plan_strategies(config, EndpointModel(name, endpoint), questions)
     return measurements
 

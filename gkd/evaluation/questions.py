@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -31,13 +31,14 @@ class Question:
     """One question of a set.
 
     ``key`` is the same for every model, and with it what is compared. ``difficulty``: the value of that column, None
-    where the set names none.
+    where the set names none. ``chat_template_kwargs``: the set's, for what a strategy asks besides.
     """
 
     key: str
     prompt: Prompt
     row: Columns
     difficulty: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def load_questions(
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
-        questions.append(Question(key, prompt, row.values, difficulty))
+        questions.append(Question(key, prompt, row.values, difficulty, settings.chat_template_kwargs))
     return Questions(name, settings, questions, loaded.n_too_long, f"{section}.{name}")
 
 

@@ -128,6 +128,16 @@ def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server
     assert len(Adder.requests) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.requests[-1].keys()
 
 
+def test_an_endpoints_chat_template_is_given_the_sets_variables(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    """As vLLM's server takes them; with others the answers are other ones."""
+    for thinking in (False, True):
+        own = f"evaluate.sets.sums.chat_template_kwargs={{enable_thinking: {thinking}}}"
+        evaluate(compose_evaluation([*arguments(tmp_path, server), own]), Console(file=StringIO()))
+        assert Adder.requests[-1]["chat_template_kwargs"] == {"enable_thinking": thinking}
+    evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))
+    assert len(Adder.requests) == 9 and "chat_template_kwargs" not in Adder.requests[-1]
+
+
 def test_a_closing_tag_that_an_endpoint_leaves_out_is_part_of_the_answer(
     tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
