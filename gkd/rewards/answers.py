@@ -61,7 +61,7 @@ def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: 
     ("the answer is ...") counts where what follows is ``plausible``. Of a text that reasons between ``<think>`` and
     ``</think>`` only what follows counts.
     """
-    text = _cut_reasoning(text)
+    text = cut_reasoning(text)
     statements = [s for s in (_tag(text), _box(text), _marker(text), _sentence(text, plausible)) if s is not None]
     if not statements:
         return None
@@ -70,7 +70,7 @@ def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: 
     return content if inner is None else inner
 
 
-def _cut_reasoning(text: str) -> str:
+def cut_reasoning(text: str) -> str:
     """Return what follows the reasoning, as far as it is looked at, with one kind of minus sign."""
     text = text.replace("\N{MINUS SIGN}", "-")
     _, closing, after = text.rpartition("</think>")
@@ -136,13 +136,13 @@ def readings(content: str) -> list[str]:
 
 def last_line(text: str) -> str:
     """Return the last line that is not blank."""
-    lines = _cut_reasoning(text).strip().splitlines()
+    lines = cut_reasoning(text).strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def last_formula(text: str) -> str | None:
     """Return the last formula between LaTeX's delimiters."""
-    spans = [next(group for group in match.groups() if group) for match in _MATH_SPAN.finditer(_cut_reasoning(text))]
+    spans = [next(group for group in match.groups() if group) for match in _MATH_SPAN.finditer(cut_reasoning(text))]
     formulas = [span for span in spans if not _PROSE.search(span)]  # two prices also stand between dollar signs
     return formulas[-1] if formulas else None
 
@@ -152,7 +152,7 @@ def last_number(text: str) -> Numeral | None:
 
     None where there is none, or where the text denies that it is the answer.
     """
-    text = _cut_reasoning(text)
+    text = cut_reasoning(text)
     numbers = list(_FINAL_NUMBER.finditer(text))
     if not numbers or _DENIED.search(text[: numbers[-1].start()][-20:]):
         return None

@@ -92,6 +92,6 @@ class RewardFunction:
         """Return columns that every row must have, by the setting that names each, where ``needs_columns`` is true."""
         return {}
 
-    def __call__(self, completion: Completion) -> float:
+    def __call__(self, completion: Completion) -> float | Awaitable[float]:
         """Return the reward of a completion."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from gkd.config.endpoint import OpenAIEndpoint
+from gkd.rewards.answers import cut_reasoning
 from gkd.rewards.completion import Completion, RewardFunction
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import AsyncOpenAI
 
 _PLACE = re.compile(r"\{(prompt|response|answer)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Judge(RewardFunction):
-    """Gives the first number in the judge's answer, divided by ``scale``."""
+    """Gives the first number in the judge's answer, divided by ``scale``; what stands in ``<think>`` is no answer.
+
+    Asynchronous: a process waits for ``reward.concurrency`` answers at a time.
+    """
 
     class Config(OpenAIEndpoint):
         """The model, what it reads, and how long it may take."""
@@ -38,7 +42,7 @@ class Judge(RewardFunction):
     advice_when_slow: ClassVar[str] = "lower reward.judge.max_tokens or choose a smaller reward.judge.model"
     config: Config
 
-    def __call__(self, completion: Completion) -> float:
+    async def __call__(self, completion: Completion) -> float:
         """Return the score over ``scale``.
 
         Raises RuntimeError when the judge does not answer in ``retries`` + 1 attempts of ``timeout_s``, and ValueError
@@ -50,7 +54,7 @@ class Judge(RewardFunction):
         texts = {"prompt": completion.prompt, "response": completion.response, "answer": completion.answer or ""}
         question = _PLACE.sub(lambda place: texts[place[1]], config.prompt)
         try:
-            reply = self._client.chat.completions.create(
+            reply = await self._client.chat.completions.create(
                 model=config.model,
                 messages=[{"role": "user", "content": question}],
                 max_tokens=config.max_tokens,
@@ -60,14 +64,14 @@ class Judge(RewardFunction):
             cause = error.__cause__ or error
             raise RuntimeError(f"the judge at {config.url} did not answer: {type(error).__name__}: {cause}") from None
         answer = reply.choices[0].message.content or ""
-        score = _NUMBER.search(answer)
+        score = _NUMBER.search(cut_reasoning(answer))
         if score is None:
             raise ValueError(f"the judge gave no number but {answer[:80]!r}")
         return float(score[0]) / config.scale
 
     @cached_property
-    def _client(self) -> OpenAI:
+    def _client(self) -> AsyncOpenAI:
         """Connect once a process."""
-        from openai import OpenAI
+        from openai import AsyncOpenAI
 
-        return OpenAI(**self.config.client_arguments())
+        return AsyncOpenAI(**self.config.client_arguments())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,12 +23,17 @@ class Endpoint(ThreadingHTTPServer):
     """Answers with what the test says: ``says`` for each request in turn, a number being an HTTP error."""
 
     daemon_threads = True
+    request_queue_size = 128  # of connections that come together
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: list[Any] = []
         self.requests: list[dict[str, Any]] = []
         self.delay_s = 0.0
+        self.under_way = self.most_at_once = 0
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of a client that went away."""
 
     @property
     def url(self) -> str:
@@ -40,7 +47,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.requests.append({**body, "key": self.headers["authorization"]})
         reply = self.server.says.pop(0)
+        self.server.under_way += 1
+        self.server.most_at_once = max(self.server.most_at_once, self.server.under_way)
         time.sleep(self.server.delay_s)
+        self.server.under_way -= 1
         self.send_response(reply if isinstance(reply, int) else 200)
         self.send_header("content-type", "application/json")
         self.end_headers()
@@ -53,8 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
+@contextmanager
+def serve() -> Iterator[Endpoint]:
     server = Endpoint()
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -64,15 +74,21 @@ def endpoint() -> Iterator[Endpoint]:
     thread.join(30)
 
 
-def judge_at(endpoint: Endpoint, **settings: Any) -> Judge:
-    return Judge(Judge.Config(url=endpoint.url, model="m", **settings))
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with serve() as server:
+        yield server
+
+
+def judged(endpoint: Endpoint, **settings: Any) -> float:
+    judge = Judge(Judge.Config(url=endpoint.url, model="m", **settings))
+    return asyncio.run(judge(COMPLETION))
 
 
 def test_the_first_number_is_the_mark(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     endpoint.says = ["I would say 7.5 of 10"]
-    judge = judge_at(endpoint, api_key_env="JUDGE_KEY", prompt="{prompt}|{response}|{answer}")
-    assert judge(COMPLETION) == 0.75
+    assert judged(endpoint, api_key_env="JUDGE_KEY", prompt="{prompt}|{response}|{answer}") == 0.75
     (request,) = endpoint.requests
     assert request["messages"] == [{"role": "user", "content": "2 + 2 =|it is {answer}|4"}]  # nothing filled in twice
     assert (request["model"], request["temperature"], request["key"]) == ("m", 0.0, "Bearer secret")
@@ -80,18 +96,26 @@ def test_the_first_number_is_the_mark(endpoint: Endpoint, monkeypatch: pytest.Mo
 
 def test_a_failed_attempt_is_tried_again(endpoint: Endpoint) -> None:
     endpoint.says = [500, "3"]
-    assert judge_at(endpoint)(COMPLETION) == pytest.approx(0.3)
+    assert judged(endpoint) == pytest.approx(0.3)
     assert len(endpoint.requests) == 2
 
 
 def test_no_answer_in_time_is_said(endpoint: Endpoint) -> None:
     endpoint.says, endpoint.delay_s = ["3", "3"], 1.0
-    judge = judge_at(endpoint, timeout_s=0.2, retries=1)
     with pytest.raises(RuntimeError, match=r"http://127.*: APITimeoutError"):
-        judge(COMPLETION)
+        judged(endpoint, timeout_s=0.2, retries=1)
 
 
 def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
     endpoint.says = ["excellent"]
     with pytest.raises(ValueError, match="'excellent'"):
-        judge_at(endpoint)(COMPLETION)
+        judged(endpoint)
+
+
+@pytest.mark.parametrize("answer", ["<think>\nFrom 0 to 10, 3 at least.\n</think>\n\n8", "0 to 10?</think>8"])
+def test_what_a_judge_thinks_is_no_mark(endpoint: Endpoint, answer: str) -> None:
+    endpoint.says = [answer]
+    assert judged(endpoint) == pytest.approx(0.8)
+    endpoint.says = ["<think>\nFrom 0 to 10, 3"]
+    with pytest.raises(ValueError, match="From 0"):
+        judged(endpoint)
