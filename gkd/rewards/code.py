@@ -25,10 +25,11 @@ class Code(RewardFunction):
     """Gives 1.0 to a response whose program passes all tests of its row, else 0.0.
 
     The program is the last fenced block, of Python where there is one; without any, the whole response. Tests are, in
-    the column ``tests``: Python text with assertions, or a list of such texts (MBPP); or inputs with the outputs that
-    are expected, as ``{"inputs": [...], "outputs": [...]}`` (APPS) or a list of ``{"input", "output"}``. JSON of any
-    of these will do, and an input or output that is a list is its lines. With ``"fn_name"`` inputs and outputs are the
-    arguments and the result of that function, or method of the class ``Solution``. Each test is a process of its own
+    the column ``tests``: Python text with assertions, or a list of such texts (MBPP); or text with a function ``check``
+    that is called with the column ``entry_point`` (HumanEval); or inputs with the outputs that are expected, as
+    ``{"inputs": [...], "outputs": [...]}`` (APPS) or a list of ``{"input", "output"}``. JSON of any of these will do,
+    and an input or output that is a list is its lines. With ``"fn_name"`` inputs and outputs are the arguments and the
+    result of that function, or method of the class ``Solution``. Each test is a process of its own
     (:mod:`gkd.rewards.sandbox`).
     """
 
@@ -60,7 +61,8 @@ class Code(RewardFunction):
 
     def __call__(self, completion: Completion) -> float:
         """Return the reward. Raises ValueError where the row has no tests."""
-        tests = read_tests(Row(dict(completion.columns), "the row").get(self.config.tests, "reward.code.tests"))
+        row = Row(dict(completion.columns), "the row")
+        tests = read_tests(row.get(self.config.tests, "reward.code.tests"), row.find("entry_point"))
         program, deadline, passed = program_of(completion.response), time.monotonic() + self.config.timeout_s, 0
         for test in tests:
             left = deadline - time.monotonic()
@@ -89,14 +91,14 @@ def program_of(response: str) -> str:
     return (python or [text for _, text in blocks] or [response])[-1]
 
 
-def read_tests(column: Any) -> list[Test]:
+def read_tests(column: Any, entry_point: str | None = None) -> list[Test]:
     """Return the tests in a column, see :class:`Code`. Raises ValueError for what is none."""
     if isinstance(column, str):
         try:
             column = json.loads(column)
         except ValueError:
             column = [column]
-    tests = list(_tests(column))
+    tests = [(_call_check(test, entry_point) if output is None else test, output) for test, output in _tests(column)]
     if not tests:
         raise ValueError("the row has no tests")
     return tests
@@ -119,6 +121,15 @@ def _tests(column: Any) -> Iterator[Test]:
                 raise ValueError(f"a test is text, or input and output, not {type(test).__name__}")
     else:
         raise ValueError(f"tests are text, a list, or inputs and outputs, not {type(column).__name__}")
+
+
+def _call_check(test: str, entry_point: str | None) -> str:
+    """Return a test that calls the function ``check`` which it defines; one that only defines it tests nothing."""
+    if not re.search(r"^def check\(", test, re.MULTILINE) or re.search(r"^check\(", test, re.MULTILINE):
+        return test
+    if not entry_point:
+        raise ValueError("the test defines check, and the row has no entry_point that it is called with")
+    return f"{test}\n\ncheck({entry_point})"
 
 
 def _text(value: Any) -> str:

@@ -32,6 +32,15 @@ def test_tests_of_every_kind_also_as_json(column: Any, tests: list[tuple[str, st
         assert read_tests(json.dumps(column)) == tests
 
 
+def test_a_function_that_checks_is_called_with_the_entry_point() -> None:
+    """As HumanEval has it: defined alone, it would let every program pass."""
+    check = "def check(candidate):\n    assert candidate(1) == 2\n"
+    assert read_tests(check, "f") == [(f"{check}\n\ncheck(f)", None)]
+    assert read_tests([f"{check}\ncheck(f)"]) == [(f"{check}\ncheck(f)", None)]
+    with pytest.raises(ValueError, match=r"check.*entry_point"):
+        read_tests(check)
+
+
 @pytest.mark.parametrize("column", [[], None, 3, {"input": 1}, [3], {"inputs": [1], "outputs": []}])
 def test_what_is_no_test(column: Any) -> None:
     with pytest.raises(ValueError, match=r"."):

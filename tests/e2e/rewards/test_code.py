@@ -39,6 +39,14 @@ def test_a_program_is_worth_the_tests_that_it_passes() -> None:
         assert worth(f"import os\nos._exit({code})", tests[:1]) == 0.0
 
 
+def test_humaneval() -> None:
+    check = "def check(candidate):\n    assert candidate(1) == 2\n"
+    for n, value in ((2, 1.0), (3, 0.0)):
+        program = f"```python\ndef f(x):\n    return {n} * x\n```"
+        completion = Completion("", program, None, 1, 10, False, columns={"tests": check, "entry_point": "f"})
+        assert Code(Code.Config(network=not OFFLINE))(completion) == value
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs"),
     [([[[1, 2], 3], [[], 1]], [[3, 6], []]), ([[[1], 2]], [[[2]]]), (["[1, 2]\n3"], ["[3, 6]"])],
