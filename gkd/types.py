@@ -242,7 +242,8 @@ class TrainingSample:
 
     ``key`` is that of its request; ``n_tokens`` is L, ``n_sampled`` N; ``worker`` the engine that sampled it.
     ``generated_s`` and ``scored_s`` are clock times (``time.time``) at which sampling and scoring ended. ``rewards``:
-    each function's reward, or why it gave none; ``reward_s``: how long it took where it gave one, seconds.
+    each function's reward, or why it gave none, without those that do not apply to it; ``reward_s``: how long each took
+    that did not fail, seconds.
     ``kl_reference``: log p of the student less log p of the reference, summed over the sampled tokens; None where the
     reference did not score them. The
     :class:`ScoredSample` is at position ``slot`` of the list that the Ray object reference ``ref`` stands for.

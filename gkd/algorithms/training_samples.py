@@ -25,13 +25,14 @@ def groups_of(config: Config, samples: Sequence[TrainingSample]) -> list[int]:
 def rewards_of(config: Config, samples: Sequence[TrainingSample]) -> list[float]:
     """Return each sample's reward: the weighted sum of its functions', after ``algorithm.overlong``.
 
-    NaN where a function that counts (its weight is not 0) gave none: the sample's reward is then not known.
+    NaN where a function that counts (its weight is not 0) gave none: the sample's reward is then not known. One that
+    does not apply adds nothing.
     """
     weights = {name: weight for name, weight in config.reward.weight_of().items() if weight}
     limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
 
     def total(sample: TrainingSample) -> float:
-        values = [weight * _number(sample.rewards[name]) for name, weight in weights.items()]
+        values = [weight * _number(sample.rewards.get(name, 0.0)) for name, weight in weights.items()]
         return with_overlong(sample, sum(values), limit, overlong)
 
     return [total(sample) for sample in samples]
@@ -132,8 +133,8 @@ def _function_metrics(config: Config, samples: Sequence[TrainingSample]) -> dict
     """
     metrics: dict[str, float] = {}
     for name, label in config.reward.labels().items():
-        rewards = [sample.rewards[name] for sample in samples]
-        values = [reward for reward in rewards if not isinstance(reward, str)]
+        rewards = [sample.rewards.get(name) for sample in samples]
+        values = [reward for reward in rewards if reward is not None and not isinstance(reward, str)]
         if values:
             metrics[f"reward/{label}/mean"] = float(np.mean(values))
         seconds = [sample.reward_s[name] for sample in samples if name in sample.reward_s]
@@ -141,7 +142,7 @@ def _function_metrics(config: Config, samples: Sequence[TrainingSample]) -> dict
             metrics[f"reward/{label}/seconds"] = float(np.mean(seconds))
         if (kl := _kl_of_preferred(config, name, samples)) is not None:
             metrics[f"reward/{label}/kl"] = kl
-        metrics[f"reward/{label}/failed"] = (len(rewards) - len(values)) / len(rewards)
+        metrics[f"reward/{label}/failed"] = sum(isinstance(reward, str) for reward in rewards) / len(rewards)
         if failures := describe_failures(config.reward, name, rewards):
             log.warning(failures)
     return metrics
@@ -155,7 +156,7 @@ def _kl_of_preferred(config: Config, name: str, samples: Sequence[TrainingSample
     """
     by_group: dict[int, list[tuple[float, TrainingSample]]] = {}
     for group, sample in zip(groups_of(config, samples), samples, strict=True):
-        reward = _number(sample.rewards[name])
+        reward = _number(sample.rewards.get(name, math.nan))
         if sample.kl_reference is not None and math.isfinite(sample.kl_reference) and not math.isnan(reward):
             by_group.setdefault(group, []).append((reward, sample))
     preferred = []
@@ -171,10 +172,10 @@ def _kl_of_preferred(config: Config, name: str, samples: Sequence[TrainingSample
 def require_rewards(config: Config, samples: Sequence[TrainingSample]) -> None:
     """Raise RunFailed where a function failed on more than ``reward.max_failed_share`` of the samples."""
     for name in config.reward.functions if config.algorithm.policy_weight else []:
-        describe_failures(config.reward, name, [sample.rewards[name] for sample in samples])
+        describe_failures(config.reward, name, [sample.rewards.get(name) for sample in samples])
 
 
-def describe_failures(settings: Reward, name: str, rewards: Sequence[float | str]) -> str | None:
+def describe_failures(settings: Reward, name: str, rewards: Sequence[float | str | None]) -> str | None:
     """Describe on how many samples a function failed, and why; None where on none. Raises as require_rewards."""
     reasons = [reward for reward in rewards if isinstance(reward, str)]
     if not reasons:
@@ -195,5 +196,5 @@ def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dic
     metrics = {f"val/{name.removesuffix('/mean')}": v for name, v in by_function.items() if name.endswith("/mean")}
     metrics |= {f"val/{name}": share for name, share in by_function.items() if name.endswith("/failed") and share}
     counting = [name for name, weight in config.reward.weight_of().items() if weight]
-    rated = [sample for sample in samples if not any(isinstance(sample.rewards[name], str) for name in counting)]
+    rated = [sample for sample in samples if not any(isinstance(sample.rewards.get(name), str) for name in counting)]
     return metrics | ({"val/reward/mean": float(np.mean(rewards_of(config, rated)))} if rated else {})

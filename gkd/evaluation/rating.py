@@ -67,14 +67,14 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
     """
     rewards = _evaluate(settings, rated)
     for name in settings.functions:
-        if failures := describe_failures(settings, name, [own[name] for own in rewards]):
+        if failures := describe_failures(settings, name, [own.get(name) for own in rewards]):
             log.warning(failures)
     labels = settings.labels()
     return [{labels[name]: value for name, value in own.items() if not isinstance(value, str)} for own in rewards]
 
 
 def _evaluate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float | str]]:
-    """Return what every function gave each answer, or why it gave nothing."""
+    """Return what every function gave each answer that it applies to, or why it gave nothing."""
     pool = RewardPool(settings)
     try:
         completions = [_completion(own) for own in rated]
@@ -87,14 +87,14 @@ def _evaluate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, 
             for place, rewards in zip(places, group_rewards, strict=True):
                 futures[place] |= rewards
         return [
-            {name: _result(future, own.question) for name, future in of_one.items()}
+            {name: value for name, future in of_one.items() if (value := _result(future, own.question)) is not None}
             for own, of_one in zip(rated, futures, strict=True)
         ]
     finally:
         pool.close()
 
 
-def _result(reward: Future[Timed], question: Question) -> float | str:
+def _result(reward: Future[Timed], question: Question) -> float | str | None:
     try:
         return reward.result()[0]
     except Exception as error:  # also of a row that cannot be sent to the process

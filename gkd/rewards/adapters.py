@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from gkd.config.rewards import REWARDS, TRL_PARAMETERS, Reward, parameters_of, required_parameters
 from gkd.data.layouts import VERL_ANSWER
 from gkd.data.row import Row
-from gkd.rewards.completion import Completion, RewardCallable
+from gkd.rewards.completion import DOES_NOT_APPLY, Completion, RewardCallable
 
 Arguments: TypeAlias = Callable[[Any], dict[str, Any]]
 """Of a completion or a group of them, what a function of another system is given for it."""
@@ -57,7 +57,7 @@ def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> RewardCall
     """
     names = parameters_of(reward)
     if not required_parameters(reward).isdisjoint(TRL_PARAMETERS):
-        return _call_with_arguments(reward, settings, _trl_arguments, list)
+        return _call_with_arguments(reward, settings, _trl_arguments, _trl_rewards)
     if "solution_strs" in names:
         return _call_with_arguments(
             reward, settings, _verl_arguments_of_group, lambda results: [_score(result) for result in results]
@@ -115,6 +115,11 @@ def _trl_arguments(group: Sequence[Completion]) -> dict[str, Any]:
         standard["completion_ids"] = [list(c.token_ids or ()) for c in group]
     state = TrainerState(min(c.step for c in group), group[0].total_steps)
     return {**columns, **standard, "trainer_state": state}
+
+
+def _trl_rewards(results: Any) -> list[Any]:
+    """Return TRL's results, of which None stands for a function that does not apply to a sample."""
+    return [DOES_NOT_APPLY if result is None else result for result in results]
 
 
 def _discard(name: str, value: Any) -> None:

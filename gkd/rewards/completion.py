@@ -8,6 +8,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from gkd.config.base import GroupName, Settings
 
+DOES_NOT_APPLY = object()
+"""In place of the reward of a sample that a function is not for: it adds nothing to the sum, and is no failure."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from gkd.config import Reward
 from gkd.errors import describe_error, describe_place
 from gkd.rewards.adapters import resolve
-from gkd.rewards.completion import Completion, RewardCallable
+from gkd.rewards.completion import DOES_NOT_APPLY, Completion, RewardCallable
 
 START_TIMEOUT_S = 300
 """Time a new process has to import the functions: a user's may import torch, on a busy machine."""
@@ -33,8 +33,8 @@ START_TIMEOUT_S = 300
 GRACE_S = 2.0
 """Time beyond ``reward.timeout_s`` after which a process whose async function blocks it is ended."""
 
-Timed: TypeAlias = tuple[float, float]
-"""A reward, and how long it took, seconds."""
+Timed: TypeAlias = tuple[float | None, float]
+"""A reward, None of a function that does not apply to the sample, and how long it took, seconds."""
 
 
 CompletionGroup: TypeAlias = Sequence[Completion]
@@ -141,7 +141,7 @@ class RewardProcess:
         answer = json.loads(self._connection.recv_bytes())
         if isinstance(answer, str):
             return answer
-        return [value if isinstance(value, str) else (float(value[0]), float(value[1])) for value in answer]
+        return [value if isinstance(value, str) else (value[0], value[1]) for value in answer]
 
     def _end(self) -> str:
         """Return how the process ended."""
@@ -225,7 +225,8 @@ def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Time
         try:
             if value is None:
                 raise ValueError("the reward is None")
-            rewards.append((require_finite(float(value)), seconds))
+            reward = None if value is DOES_NOT_APPLY else require_finite(float(value))
+            rewards.append((reward, seconds))
         except (TypeError, ValueError) as error:
             rewards.append(describe_error(error))
     return rewards

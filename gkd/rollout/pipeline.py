@@ -192,13 +192,15 @@ class ScoringPipeline:
         sample = pending.sample
         targets = {name: future.result() for name, future in pending.models.items()}
         rewards = {name: _reward(future) for name, future in pending.rewards.items()}
+        given = {name: reward for name, reward in rewards.items() if not isinstance(reward, str)}
+        failed = {name: reward for name, reward in rewards.items() if isinstance(reward, str)}
         reference = targets["reference"].token_logprobs if "reference" in targets else None
         training = TrainingSample.from_sample(
             sample,
             self.rank,
             pending.generated_s,
-            rewards={name: reward if isinstance(reward, str) else reward[0] for name, reward in rewards.items()},
-            reward_s={name: reward[1] for name, reward in rewards.items() if not isinstance(reward, str)},
+            rewards=failed | {name: value for name, (value, _) in given.items() if value is not None},
+            reward_s={name: seconds for name, (_, seconds) in given.items()},
             kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),
         )
         return training, ScoredSample(sample, targets.get("teacher"), reference)

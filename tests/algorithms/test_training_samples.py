@@ -14,7 +14,7 @@ from gkd.algorithms.advantages import groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
 from gkd.algorithms.group_mean import GroupMean
 from gkd.algorithms.leave_one_out import LeaveOneOut
-from gkd.algorithms.training_samples import rewards_of, with_advantages
+from gkd.algorithms.training_samples import require_rewards, rewards_of, validation_rewards, with_advantages
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
 from gkd.types import TrainingSample
@@ -131,6 +131,20 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
     assert metrics["reward/equal_groups"] == 1.0
     assert metrics["advantage/mean"] == pytest.approx(0.0)
     assert "1 of 4" in caplog.text
+
+
+def test_a_function_that_does_not_apply_to_a_sample_adds_nothing_and_is_no_failure() -> None:
+    """As TRL has it of None, for rewards of several tasks."""
+    settings = config()
+    rewards: list[dict[str, float | str]] = [{"accuracy": 1.0, "length": 1.0}, {"accuracy": 0.0}, {"length": 0.5}, {}]
+    samples = [training_sample(i, i // 2, i % 2, rewards=own) for i, own in enumerate(rewards)]
+    batch, metrics = with_advantages(settings, samples)
+    assert rewards_of(settings, samples) == [1.5, 0.0, 0.25, 0.0]
+    assert [sample.in_loss for sample in batch] == [True] * 4
+    assert (metrics["reward/accuracy/mean"], metrics["reward/length/mean"]) == (0.5, 0.75)
+    assert (metrics["reward/accuracy/failed"], metrics["reward/length/failed"]) == (0.0, 0.0)
+    require_rewards(settings, samples)
+    assert validation_rewards(settings, samples)["val/reward/mean"] == 1.75 / 4
 
 
 def test_how_far_the_student_goes_for_each_reward() -> None:

@@ -107,6 +107,11 @@ def trl_of_ids(completion_ids, trainer_state, log_metric, log_extra=None, **kwar
     return [len(ids) * share if isinstance(ids, list) else None for ids in completion_ids]
 
 
+def trl_of_some(completions, **kwargs):  # type: ignore[no-untyped-def]
+    """TRL's kind, of a task that not all samples are of."""
+    return [None if text == "b" else 1.0 for text in completions]
+
+
 def trl_of_prompts(prompts, **kwargs):  # type: ignore[no-untyped-def]
     """TRL's kind, which finds the rest among its keyword arguments."""
     return [len(p) + len(c) for p, c in zip(prompts, kwargs["completions"], strict=True)]

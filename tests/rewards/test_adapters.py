@@ -12,7 +12,7 @@ from gkd.config import Reward, load
 from gkd.config.rewards import REWARDS
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
-from gkd.rewards.completion import Completion
+from gkd.rewards.completion import DOES_NOT_APPLY, Completion
 from gkd.rewards.process import _evaluate, _gather_answers
 from tests.rewards.functions import PLACE
 
@@ -49,7 +49,7 @@ def test_trl() -> None:
     """It is given all samples of a prompt at once, with the columns repeated."""
     assert value("trl", [make_completion("four", MESSAGES), make_completion("2 + 2", MESSAGES)]) == [7.0, 8.0]
     assert value("trl", [make_completion("four", MESSAGES)], bonus=0.5) == [7.5]
-    assert asyncio.run(value("trl_later", [make_completion("four"), make_completion("none")])) == [1.0, None]
+    assert asyncio.run(value("trl_later", [make_completion("four"), make_completion("none")])) == [1.0, DOES_NOT_APPLY]
 
 
 def test_trl_of_token_ids_and_the_trainers_state() -> None:
@@ -91,6 +91,7 @@ def test_gkd_of_a_group() -> None:
     [
         ("too_few", ["ValueError: 2 rewards for 3 completions"] * 3),
         ("some_of_none", [0.0, "ValueError: the reward is None", "ValueError: the reward is nan"]),
+        ("trl_of_some", [1.0, None, 1.0]),
         ("no_list", ["TypeError: 'float' object is not iterable"] * 3),
         ("raises_for_a_group", ["KeyError: 'group' (HERE)"] * 3),
     ],

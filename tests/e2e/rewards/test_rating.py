@@ -17,6 +17,16 @@ from tests.error_text import contains_in_order
 from tests.evaluation.test_rating import HERE, with_rewards
 
 
+def test_a_function_that_does_not_apply_to_an_answer_is_no_failure(tmp_path: Path) -> None:
+    config = with_rewards(tmp_path, [HERE + "trl_of_some", HERE + "words"], max_failed_share=0.0)
+    questions = load_questions("own", config.data.val_sets["own"], word_tokenizer(), 8, section="data.val_sets")
+    settings = reward_settings(config, questions)
+    assert settings is not None
+    answers = [RecordedAnswer(text, 1, 1, 1, False, 0.0) for text in ("a", "b")]
+    given = rate(settings, [RatedAnswer(questions.questions[0], answer, 8) for answer in answers])
+    assert given == [{"trl_of_some": 1.0, "words": 1.0}, {"words": 1.0}]
+
+
 def test_a_reward_that_fails_on_an_answer_costs_that_answer_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
