@@ -254,16 +254,30 @@ def required_parameters(function: Any) -> set[str]:
 def _parameters_without_values(call: Any, bound: bool) -> list[str]:
     """Return the parameters that a reward requires and is given nothing for; not ``bound``: its first one is ``self``.
 
-    What a function of TRL's kind requires are columns, which only the data knows.
+    What a function of TRL's kind requires are columns, which only the data knows: :func:`required_columns`.
     """
-    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    parameters = list(parameters_of(call).values())[0 if bound else 1 :]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    required = _required_names(call, bound)
     if not {*TRL_PARAMETERS}.isdisjoint(required):
         return []
-    if {"solution_str", "solution_strs"}.isdisjoint(p.name for p in parameters):
+    if {"solution_str", "solution_strs"}.isdisjoint(parameters_of(call)):
         return required[1:]
     return [name for name in required if name not in OWN_PARAMETERS]
+
+
+def required_columns(reward: Any) -> list[str]:
+    """Return the parameters of a reward of TRL's kind that nothing but a column of the data gives it."""
+    is_class = isinstance(reward, type)
+    required = _required_names(reward.__call__ if is_class else reward, bound=not is_class)
+    if {*TRL_PARAMETERS}.isdisjoint(required):
+        return []
+    return [name for name in required if name not in OWN_PARAMETERS]
+
+
+def _required_names(call: Any, bound: bool) -> list[str]:
+    """Return the parameters without defaults in their order; not ``bound``: without the first one, ``self``."""
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = list(parameters_of(call).values())[0 if bound else 1 :]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 def _makes_callables(kind: type) -> bool:

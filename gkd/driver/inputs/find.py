@@ -10,7 +10,8 @@ from typing import Any
 
 from gkd.config import Config
 from gkd.config.groups import model_setting
-from gkd.config.rewards import REWARDS
+from gkd.config.registry import shorten_name
+from gkd.config.rewards import REWARDS, required_columns
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
@@ -335,9 +336,9 @@ def _require_columns(config: Config, prompts: Mapping[str, PromptSet]) -> None:
     """Raise ConfigError for a row that lacks a column which a reward states that it needs."""
     for name in config.reward.functions if config.algorithm.policy_weight else ():
         reward = REWARDS.load(name)
-        if not (isinstance(reward, type) and issubclass(reward, RewardFunction)):
-            continue
-        columns = reward.required_columns(config.reward.settings_of(name))
+        columns = {f"{shorten_name(name)}({column})": column for column in required_columns(reward)}
+        if isinstance(reward, type) and issubclass(reward, RewardFunction):
+            columns |= reward.required_columns(config.reward.settings_of(name))
         for data, loaded in prompts.items():
             for prompt, (setting, column) in itertools.product(loaded.prompts, columns.items()):
                 place = f"reward.functions={name}: row {prompt.id + 1} of data.{data}_files"

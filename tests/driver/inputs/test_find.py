@@ -81,6 +81,19 @@ def test_a_row_without_the_tests_that_its_reward_runs_is_found_before_anything_i
         assert len(find_inputs(config, lambda line: None).train.prompts) == 2
 
 
+def test_a_column_that_a_function_of_trls_kind_requires_is_missed_before_anything_is_sampled(
+    models: Path, tmp_path: Path
+) -> None:
+    """Else it would fail on every sample, once all models are loaded."""
+    file, trl = tmp_path / "x.jsonl", "tests.rewards.functions:trl"
+    for row, message in (({"level": 1}, None), ({"leve": 1}, r"row 1 of data\.train_files .*'level' \(trl\(level\)\)")):
+        file.write_text(json.dumps({"prompt": "a", **row}) + "\n")
+        config = own(models, "base", train_files=[str(file)], val_files=[str(file)], answer_key=None)
+        config = config.model_copy(update={"reward": Reward(functions=[trl, "format"])})
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            assert len(find_inputs(config, lambda line: None).train.prompts) == 1
+
+
 def test_a_ground_truth_that_is_a_mapping_is_not_called_absent(models: Path) -> None:
     file = models / "countdown.jsonl"
     file.write_text(json.dumps({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}) + "\n")
