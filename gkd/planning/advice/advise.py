@@ -262,7 +262,7 @@ def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: 
 
 
 def _step_seconds(layout: Layout) -> float:
-    return quick_step_s(stages_of(layout), 0, layout.hosts)
+    return quick_step_s(stages_of(layout), layout.hosts)
 
 
 def require_memory(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkd.cluster.layout.nodes import GroupRequest, Node, idle_nodes, solve
-from gkd.config import GROUP_OF, Config, Engine, Pool
+from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel, Scorer
 from gkd.errors import ConfigError
 from gkd.planning.layout import (
     GPU_SETTINGS,
@@ -35,7 +35,6 @@ from gkd.planning.simulation.stages import (
     Factors,
     Stages,
     generate_s,
-    reward_s,
     score_one_s,
     score_s,
     stages_of,
@@ -174,17 +173,16 @@ def _engine_fits(layout: Layout, section: str, pool: Engine, tp: int) -> bool:
 
 
 def _measure(layout: Layout, group: str, pool: Pool, tp: int, factors: Factors) -> PoolSize:
-    n, nnodes, world = pool.n_gpus_per_node, pool.nnodes, pool.n_workers
-    if group == "actor":
+    n, nnodes, tail = pool.n_gpus_per_node, pool.nnodes, 0.0
+    if isinstance(pool, Scorer | RewardModel):
+        seconds = score_s(layout, group, pool) * factors.score
+        tail = score_one_s(layout, group, pool) * factors.score
+    elif isinstance(pool, Engine):
+        seconds = generate_s(layout, pool) * factors.generate
+    else:
+        world = pool.n_workers
         seconds = update_s(layout, world, nnodes) * factors.update + sync_s(layout, world) * factors.sync
-        return PoolSize(n, nnodes, 1, seconds)
-    if not isinstance(pool, Engine):
-        seconds, tail = reward_s(layout, pool)
-        return PoolSize(n, nnodes, tp, seconds * factors.score, tail * factors.score)
-    if group == "rollout":
-        return PoolSize(n, nnodes, tp, generate_s(layout, pool) * factors.generate)
-    score, tail = score_s(layout, group, pool), score_one_s(layout, group, pool)
-    return PoolSize(n, nnodes, tp, score * factors.score, tail * factors.score)
+    return PoolSize(n, nnodes, tp, seconds, tail)
 
 
 def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gkd.config import TRANSFERS, Config, Engine, Pool
+from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
 from gkd.config.transfer import choose_transfer
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory.actor import adapter_weights
@@ -90,55 +90,37 @@ class Factors:
         )
 
 
-def quick_step_s(stages: Stages, staleness: int = 0, hosts: Mapping[str, str] | None = None) -> float:
+def quick_step_s(stages: Stages, hosts: Mapping[str, str]) -> float:
     """Return a step's seconds without simulating it, to choose among many layouts: no stragglers, no streaming.
 
-    At ``staleness`` 0 sampling, beside which finished samples are scored, then the update, then the new weights; beyond
-    that the longer of both. ``hosts`` maps groups to the one whose devices they compute on; groups on the same devices
-    work one after the other.
+    Sampling, beside which finished samples are scored, then the update, then the new weights. ``hosts`` maps groups to
+    the one whose devices they compute on; groups on the same devices work one after the other.
     """
     scorers = {"teacher": stages.score, "reference": stages.reference, "reward_model": stages.reward}
-    sampling = {"rollout": stages.generate, **{name: seconds for name, seconds in scorers.items() if seconds}}
-    device_of = {group: (hosts or {}).get(group, group) for group in ("actor", *sampling)}
-    on_other_devices = all(device_of[name] != device_of["rollout"] for name in sampling if name != "rollout")
-    sampled = max(_sum_by_device(sampling, device_of).values()) + (stages.tail if on_other_devices else 0.0)
-    if staleness == 0:
-        return sampled + stages.update + stages.sync
-    busy = {"actor": stages.update, **sampling}
-    return max(sampled, *_sum_by_device(busy, device_of).values()) + stages.sync
-
-
-def _sum_by_device(seconds: Mapping[str, float], device_of: Mapping[str, str]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for group, own in seconds.items():
-        sums[device_of[group]] += own
-    return sums
+    busy: dict[str, float] = defaultdict(float)  # by the group whose devices they are
+    for group, seconds in {"rollout": stages.generate, **scorers}.items():
+        busy[hosts.get(group, group)] += seconds
+    sampling_on = hosts.get("rollout", "rollout")
+    beside = all(hosts.get(group, group) != sampling_on for group, seconds in scorers.items() if seconds)
+    return max(busy.values()) + (stages.tail if beside else 0.0) + stages.update + stages.sync
 
 
 def stages_of(layout: Layout) -> Stages:
     """Return the seconds of all stages of a layout."""
-    config = layout.config
-    score = reference = tail = reward = 0.0
-    pools = dict(config.pools())
-    if "teacher" in pools:
-        score, tail = score_s(layout, "teacher", config.teacher), score_one_s(layout, "teacher", config.teacher)
-    if "reference" in pools:
-        reference = score_s(layout, "reference", config.reference)
-        tail = max(tail, score_one_s(layout, "reference", config.reference))
-    if "reward_model" in pools:
-        reward, reward_tail = reward_s(layout, config.reward_model)
-        tail = max(tail, reward_tail)
-    world = config.trainer.n_workers
+    config, world = layout.config, layout.config.trainer.n_workers
+    update = update_s(layout, world, config.trainer.nnodes)
     if config.algorithm.is_supervised:  # engines validate alone
-        return Stages(0.0, 0.0, 0.0, update_s(layout, world, config.trainer.nnodes), 0.0, 0.0)
+        return Stages(0.0, 0.0, 0.0, update, 0.0, 0.0)
+    scorers = {group: pool for group, pool in config.groups().items() if isinstance(pool, Scorer | RewardModel)}
+    scored = {group: score_s(layout, group, pool) for group, pool in scorers.items()}
     return Stages(
-        generate_s(layout, config.rollout),
-        score,
-        reference,
-        update_s(layout, world, config.trainer.nnodes),
-        sync_s(layout, world),
-        tail,
-        reward,
+        generate=generate_s(layout, config.rollout),
+        score=scored.get("teacher", 0.0),
+        reference=scored.get("reference", 0.0),
+        update=update,
+        sync=sync_s(layout, world),
+        tail=max((score_one_s(layout, group, pool) for group, pool in scorers.items()), default=0.0),
+        reward=scored.get("reward_model", 0.0),
     )
 
 
@@ -156,7 +138,7 @@ def generate_s(layout: Layout, engine: Engine) -> float:
     """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
     workload = layout.workload()
     sampled = workload.samples * layout.config.algorithm.on_policy_share
-    each = max(1.0, sampled / (engine.n_engines))
+    each = max(1.0, sampled / engine.n_engines)
     at_once = min(each, concurrent_sequences(layout, "rollout", engine))
     prompts = each * workload.prompts / workload.samples
     return prompts * prefill_s(layout, engine) + workload.response * decode_s(layout, engine, at_once) * each / at_once
@@ -193,29 +175,23 @@ def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) 
     return 2 * shape.n_layers * (NETWORK_WAIT_S + sent)
 
 
-def score_s(layout: Layout, group: str, engine: Engine) -> float:
+def score_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float:
     """Return the seconds of scoring a batch: one pass over every token."""
-    return max(1.0, layout.workload().samples / engine.n_engines) * score_one_s(layout, group, engine)
+    return max(1.0, layout.workload().samples / pool.n_engines) * score_one_s(layout, group, pool)
 
 
-def score_one_s(layout: Layout, group: str, engine: Engine) -> float:
+def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float:
     """Return the seconds of scoring one sample, as each engine does last.
 
-    vLLM has the head at every token, the torch engine at those of the response.
+    vLLM has the head at every token, the torch engine at those of the response. A reward model has one output instead.
     """
-    shape, workload = layout.models.shape_of(group), layout.workload()
-    length, every_row = workload.length, engine_class(engine, shape).managed_memory
-    n_rows = length if every_row else workload.response
-    rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
+    shape, workload, length = layout.models.shape_of(group), layout.workload(), layout.workload().length
+    if isinstance(pool, RewardModel):
+        return length * forward_flops(shape, length / 2) / layout.hardware.flops
+    n_rows = length if engine_class(pool, shape).managed_memory else workload.response
+    rate, _ = _engine_speed(layout, pool.tensor_parallel_size)
     computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
-    return computed + network_s(layout, shape, engine, length)
-
-
-def reward_s(layout: Layout, pool: Pool) -> tuple[float, float]:
-    """Return the seconds that a reward model takes for a batch, and for one sample: layers alone, it has one output."""
-    workload, shape = layout.workload(), layout.models.shape_of("reward_model")
-    sample_s = workload.length * forward_flops(shape, workload.length / 2) / layout.hardware.flops
-    return max(1.0, workload.samples / pool.n_workers) * sample_s, sample_s
+    return computed + network_s(layout, shape, pool, length)
 
 
 def _engine_speed(layout: Layout, tp: int) -> tuple[float, float]:

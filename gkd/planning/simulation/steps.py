@@ -27,7 +27,6 @@ from gkd.planning.simulation.stages import (
     adam_s,
     decode_s,
     prefill_s,
-    reward_s,
     score_one_s,
     stages_of,
     transfer_of,
@@ -130,23 +129,19 @@ def _sampling_group(layout: Layout, scale: _Scale, factors: Factors) -> Sampling
 
 
 def _scoring_groups(layout: Layout, scale: _Scale, factors: Factors) -> dict[str, ScoringGroup]:
-    config, scoring = layout.config, {}
-    for section, engine in config.pools():
-        if isinstance(engine, Scorer):
-            n_servers, seconds = engine.n_engines, score_one_s(layout, section, engine)
-            n_tokens = engine_class(engine, layout.models.shape_of(section)).pass_tokens[layout.device]
-        elif isinstance(engine, RewardModel):
-            n_servers, seconds = engine.n_workers, reward_s(layout, engine)[1]
-            n_tokens = 0
-        else:
+    scoring = {}
+    for group, pool in layout.config.groups().items():
+        if not isinstance(pool, Scorer | RewardModel):
             continue
-        held = OVERBOOKED * engine.max_num_seqs
-        simulated, each = scale.servers(n_servers)
-        scoring[section] = ScoringGroup(
-            simulated,
-            seconds * each * factors.score,
-            max(1, int(n_tokens / layout.workload().length / each)),
-            max(1, round(held / each)),
+        shape, n_tokens = layout.models.shape_of(group), 0
+        if isinstance(pool, Scorer):
+            n_tokens = engine_class(pool, shape).pass_tokens[layout.device]
+        n_servers, each = scale.servers(pool.n_engines)
+        scoring[group] = ScoringGroup(
+            n_servers,
+            score_one_s(layout, group, pool) * each * factors.score,
+            a_pass=max(1, int(n_tokens / layout.workload().length / each)),
+            held=max(1, round(OVERBOOKED * pool.max_num_seqs / each)),
         )
     return scoring
 
