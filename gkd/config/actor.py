@@ -146,6 +146,10 @@ class Actor(Settings):
         """What is in the host's memory: the optimizer's moments alone, or weights and gradients as well."""
         return "weights" if self.offload_weights else "optimizer" if self.offload_optimizer else None
 
+    def copy_size(self, n_ranks: int) -> int:
+        """Return how many of the actor's ranks hold one copy of the student together."""
+        return min(self.fsdp_size or n_ranks, n_ranks)
+
     @model_validator(mode="after")
     def _layers_are_compiled_or_ligers(self) -> Actor:
         if self.liger and self.compile is True:

@@ -87,9 +87,9 @@ def test_a_divergence(run: Run, tmp_path: Path) -> None:
 
 def test_what_it_costs_and_needs_is_asked_of_the_class(run: Run) -> None:
     """One that says nothing is planned with what autograd keeps of it."""
-    own = run("algorithm.loss.name=divergence.py:SkewKL").algorithm
-    assert logit_copies(own, V) == 14 > logit_copies(run("algorithm.loss.name=jsd").algorithm, V) == 7
-    assert not own.weighs_samples and not own.loss.compares_tokens_alone
+    own = run("algorithm.loss.name=divergence.py:SkewKL")
+    assert logit_copies(own, V) == 14 > logit_copies(run("algorithm.loss.name=jsd"), V) == 7
+    assert not own.algorithm.weighs_samples and not own.algorithm.loss.compares_tokens_alone
 
 
 def test_an_advantage_estimator(run: Run) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from gkd.config import Algorithm, Lora
+from gkd.config import Config, Lora
 from gkd.config.actor import Offloaded
 from gkd.planning.layout import F32
 from gkd.planning.shapes import Layers, ModelShape, Weight
@@ -26,6 +26,11 @@ NAMES = (
     "gradients in flight",
 )  # fmt: skip
 ON_THE_WAY = 3.0 * 2 * F32 * (1 << 24)  # slices of moments that come from the host's memory (gkd.actor.optimizer)
+# Float32 copies of logits that finding a nucleus takes. On a CPU: sorted, their probabilities, the sums of these, and a
+# temporary. On a GPU torch.sort itself takes more: sorted values, their ids of 8 bytes, ids in order, and buffers of
+# values and ids for the radix sort.
+NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
+MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
 Phase = Mapping[str, float]
 
 
@@ -44,33 +49,27 @@ class MicroBatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Holds the settings of the actor that bear on memory; ``compute`` is the bytes of a number of the compute type.
+    """Holds what the actor's memory follows from beside the model; ``compute`` is the bytes of a number of its type.
 
-    ``world``: ranks that hold one copy of the student together.
-
-    ``sharded``: whether FSDP2 holds the model; without it nothing is gathered. ``frozen``: bytes of a number of the
-    weights under an adapter. ``offloaded``: what is in the host's memory, moments alone (optimizer), or gradients and
-    parameters as well (weights). ``nucleus``: copies of a block's logits that leaving tokens out takes
-    (``rollout.top_p``, top_k, min_p), 0 without.
-    ``on_cpu``: whether it is a CPU that computes, a smaller block at a time.
+    ``world``: ranks that hold one copy of the student together. ``sharded``: whether FSDP2 holds the model; without it
+    nothing is gathered. ``on_cpu``: whether it is a CPU that computes, where nothing is offloaded.
     """
 
-    algorithm: Algorithm
+    config: Config
     world: int
     compute: int
-    checkpointing: bool
-    loss_chunk: int
-    lora: Lora
-    sharded: bool = True
-    frozen: int = F32
-    offloaded: Offloaded | None = None
-    nucleus: int = 0
     on_cpu: bool = True
+    sharded: bool = True
 
     @property
-    def rank(self) -> int:
-        """Return the adapters' rank, 0 without adapters."""
-        return self.lora.r or 0
+    def lora(self) -> Lora:
+        """Return the settings of the adapters."""
+        return self.config.actor.lora
+
+    @property
+    def offloaded(self) -> Offloaded | None:
+        """Return what is in the host's memory: moments alone (optimizer), or gradients and weights too (weights)."""
+        return None if self.on_cpu else self.config.actor.offloaded
 
 
 def peak_items(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, float]:
@@ -81,20 +80,23 @@ def peak_items(shape: ModelShape, training: Training, micro: MicroBatchSize) -> 
 
 def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, Phase]:
     """Return the bytes by item at each moment that could be the worst."""
-    c, persistent = training.compute, _persistent_items(shape, training)
+    c, lora, persistent = training.compute, training.lora, _persistent_items(shape, training, training.offloaded)
+    actor = training.config.actor
     before = dict(persistent) | ({"gradients": 0.0} if micro.alone else {})
     forward = before | _forward(shape, training, micro)
-    chunk = min(training.loss_chunk, max(1, micro.positions))
+    chunk = min(actor.loss_chunk, max(1, micro.positions))
     rows = 2 * micro.positions * shape.hidden * c  # of the response positions, and their gradients
-    logits = logit_bytes(training.algorithm, shape.vocabulary, chunk, c, training.nucleus, training.on_cpu)
-    head_gradient = 0.0 if training.lora.r is not None else float(c * shape.head)
+    logits = logit_bytes(training.config, shape.vocabulary, chunk, c, training.on_cpu)
+    head_gradient = 0.0 if lora.r is not None else float(c * shape.head)
     if not shape.plain_head:  # autograd: a gradient beside the logits, and a chunk's of the head beside two sums
         logits, head_gradient = logits + chunk * shape.vocabulary * c, 3 * head_gradient
     stream = c * shape.hidden * micro.tokens
-    recomputed = max(saved_activations(shape, c, training.rank).layers) * micro.tokens if training.checkpointing else 0
+    recomputed = (
+        max(saved_activations(shape, c, lora.r or 0).layers) * micro.tokens if actor.gradient_checkpointing else 0
+    )
     working = stream + recomputed + _backward_bytes(shape, c) * micro.tokens
-    quantized = training.lora.quantize is not None
-    reduced = (c + F32) * shape.largest_layer if training.sharded and training.lora.r is None else 0
+    quantized = lora.quantize is not None
+    reduced = (c + F32) * shape.largest_layer if training.sharded and lora.r is None else 0
     # The present one and the next; of 4-bit ones a matrix at a time.
     layers = float(c * shape.largest_weight if quantized else 2 * c * shape.largest_layer if training.sharded else 0)
     held = c * shape.head if head_gradient and (shape.tied or training.sharded or micro.alone) else 0
@@ -116,17 +118,18 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
 
 def offloaded_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes that a rank has in its host's memory, of what is there between micro-batches."""
-    whole, on_gpu = _persistent_items(shape, replace(training, offloaded=None)), _persistent_items(shape, training)
+    whole, on_gpu = (_persistent_items(shape, training, there) for there in (None, training.offloaded))
     return sum(whole.values()) - sum(on_gpu.values())
 
 
 def checkpoint_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes of the host's memory that a rank's copy of its trained weights and moments takes when saved."""
-    return 3 * _persistent_items(shape, replace(training, offloaded=None))["gradients"]
+    return 3 * _persistent_items(shape, training, None)["gradients"]
 
 
-def _persistent_items(shape: ModelShape, training: Training) -> dict[str, float]:
+def _persistent_items(shape: ModelShape, training: Training, offloaded: Offloaded | None) -> dict[str, float]:
     """Return what is there between micro-batches: weights, gradients, and two moments of what is trained."""
+    frozen = F32 if training.on_cpu else training.compute  # of the weights under an adapter
     whole, packed = shape.shard_size(training.world), 0.0
     if training.lora.quantize is not None:  # every rank has them all (gkd.actor.quantize)
         linear = [(kind.count, w) for kind in shape.layers for w in kind.weights if w.linear]
@@ -134,22 +137,22 @@ def _persistent_items(shape: ModelShape, training: Training) -> dict[str, float]
         packed = NF4 * sum(count * w.size for count, w in linear)
     adapters = sum(count * w.shard_size(training.world) for count, w in adapter_weights(shape, training.lora))
     trained = whole if training.lora.r is None else adapters
-    if training.offloaded == "weights":
+    if offloaded == "weights":
         return {"weights": packed, "gradients": 0.0, "optimizer state": 0.0}
     return {
-        "weights": float((F32 if training.lora.r is None else training.frozen) * whole + F32 * adapters + packed),
+        "weights": float((F32 if training.lora.r is None else frozen) * whole + F32 * adapters + packed),
         "gradients": float(F32 * trained),
-        "optimizer state": 0.0 if training.offloaded else float(2 * F32 * trained),
+        "optimizer state": 0.0 if offloaded else float(2 * F32 * trained),
     }
 
 
 def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, float]:
     """Return gathered weights, and what is kept for the backward pass."""
     c = training.compute
-    kept = saved_activations(shape, c, training.rank)
+    kept = saved_activations(shape, c, training.lora.r or 0)
     a_token = kept.outside
     for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
-        a_token += layers.count * (c * shape.hidden if training.checkpointing else layer_bytes)
+        a_token += layers.count * (c * shape.hidden if training.config.actor.gradient_checkpointing else layer_bytes)
     gathered = c * shape.n_root if training.sharded else 0  # the root's; layers come and go
     return {
         "gathered weights": float(gathered),
@@ -263,35 +266,42 @@ def _backward_bytes(shape: ModelShape, c: int) -> float:
     return c * (2 * shape.widest_mlp + shape.hidden)
 
 
-def logit_bytes(
-    algorithm: Algorithm, vocabulary: int, chunk: int, c: int, nucleus: int = 0, on_cpu: bool = True
-) -> float:
+def logit_bytes(config: Config, vocabulary: int, chunk: int, c: int, on_cpu: bool = True) -> float:
     """Return the bytes of a chunk's logits [chunk, V] and of what is worked out from them, a block at a time.
 
     The logits, which their gradient replaces, are of the compute type; in bfloat16 a block of them is there once more,
-    converted to float32. ``nucleus`` as in :class:`Training`.
+    converted to float32.
     """
-    block = min(chunk, algorithm.loss.selected_class.block_rows(vocabulary, on_cpu))
-    copies = logit_copies(algorithm, vocabulary, nucleus) + (c < F32)
+    block = min(chunk, config.algorithm.loss.selected_class.block_rows(vocabulary, on_cpu))
+    copies = logit_copies(config, vocabulary, on_cpu) + (c < F32)
     return float(vocabulary * (chunk * c + block * copies * F32))
 
 
-def logit_copies(algorithm: Algorithm, vocabulary: int, nucleus: int = 0) -> int:
+def logit_copies(config: Config, vocabulary: int, on_cpu: bool = True) -> int:
     """Count the float32 [block, V] that gkd.losses has at the worst moment of a block.
 
     Tokens' own log-probabilities and divergences over K tokens (gkd.losses.outcomes): scaled logits, their softmax and
     its gradient, and one softmax more that waits for each further of them. What a divergence over the whole vocabulary
-    has is its own (:attr:`gkd.losses.divergence.Divergence.logit_copies`). Finding the nucleus takes ``nucleus`` copies
-    beside a log-softmax, while the softmaxes of what came before wait.
+    has is its own (:attr:`gkd.losses.divergence.Divergence.logit_copies`). Leaving tokens out takes its copies beside a
+    log-softmax, while the softmaxes of what came before wait.
     """
+    algorithm = config.algorithm
     n_token_losses = algorithm.needs_policy + (algorithm.cross_entropy_weight > 0)
-    waiting = n_token_losses if algorithm.distils else n_token_losses - 1
-    copies = 3 + waiting
+    copies = 3 + (n_token_losses if algorithm.distils else n_token_losses - 1)
     if algorithm.distils:
         loss = algorithm.loss
         if loss.compares_tokens_alone or loss.top_k is None or loss.top_k >= vocabulary:
             copies = max(copies, loss.selected_class.logit_copies)
-    if nucleus:
+    if truncation := _truncation_copies(config, on_cpu):
         before = algorithm.distils + (0 if algorithm.needs_policy else n_token_losses)
-        copies = max(copies, 1 + nucleus + before)
+        copies = max(copies, 1 + truncation + before)
     return copies
+
+
+def _truncation_copies(config: Config, on_cpu: bool) -> int:
+    """Count the copies that leaving tokens out takes, as the sampler did; 0 where it left none out."""
+    rollout = config.rollout
+    if rollout.top_p < 1.0:
+        return NUCLEUS_CPU if on_cpu else NUCLEUS_GPU
+    truncates = rollout.top_k is not None or rollout.min_p > 0.0
+    return MASKED if truncates and config.algorithm.needs_policy else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gkd.config import Config, Engine, Pool, Scorer
+from gkd.config import Engine, Pool, Scorer
 from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, EngineLoad
 from gkd.planning.layout import F32, Layout, engine_class
@@ -21,11 +21,6 @@ COLLECTIVES = 0.5 * GIB  # NCCL's buffers of several ranks
 ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
 ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
-# Float32 copies of logits that finding a nucleus takes. On a CPU: sorted, their probabilities, the sums of these, and a
-# temporary. On a GPU torch.sort itself takes more: sorted values, their ids of 8 bytes, ids in order, and buffers of
-# values and ids for the radix sort.
-NUCLEUS_CPU, NUCLEUS_GPU = 4, 8
-MASKED = 4  # without a sort, as rollout.top_k and rollout.min_p need none: what is left out, and what stays normalised
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 RESULT_ENTRY = 2 * F32  # of a result's top K on the host: an id and a log-probability
 
@@ -87,29 +82,9 @@ def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=alone)
 
 
-def truncation_copies(config: Config, is_cpu: bool) -> int:
-    """Count the float32 copies of a block of logits that leaving tokens out takes, as the sampler did."""
-    rollout = config.rollout
-    if rollout.top_p < 1.0:
-        return NUCLEUS_CPU if is_cpu else NUCLEUS_GPU
-    truncates = rollout.top_k is not None or rollout.min_p > 0.0
-    return MASKED if truncates and config.algorithm.needs_policy else 0
-
-
 def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
-    training = Training(
-        layout.config.algorithm,
-        min(actor.fsdp_size or world, world),
-        layout.compute_bytes,
-        actor.gradient_checkpointing,
-        actor.loss_chunk,
-        actor.lora,
-        frozen=F32 if is_cpu else layout.compute_bytes,
-        offloaded=None if is_cpu else actor.offloaded,
-        nucleus=truncation_copies(layout.config, is_cpu),
-        on_cpu=is_cpu,
-    )
+    training = Training(layout.config, actor.copy_size(world), layout.compute_bytes, is_cpu)
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)
     if is_cpu:

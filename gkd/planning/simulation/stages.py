@@ -214,7 +214,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     n_steps = -(-workload.samples // mini)
     each = -(-mini // world) * length  # tokens of a rank
     micro = min(max(actor.max_tokens_per_micro_batch, length), each)  # the largest may be longer, and padded
-    size = _copy_size(layout, world)
+    size = actor.copy_size(world)
     moved = 0.0 if size == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
     link = hardware.link if size <= world // nnodes else hardware.network
     a_micro = max(micro * (layers + head) / hardware.flops, moved / link)
@@ -232,17 +232,12 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
 
 
-def _copy_size(layout: Layout, world: int) -> int:
-    """Return how many of the actor's ranks hold a copy of the student together."""
-    return min(layout.config.actor.fsdp_size or world, world)
-
-
 def adam_s(layout: Layout, world: int) -> float:
     """Return the seconds of one optimizer step by itself, which reads and writes its state; an adapter's is nothing."""
     actor, hardware = layout.config.actor, layout.hardware
     if actor.lora.r is not None:
         return 0.0
-    size = F32 * layout.models.student.n_parameters / _copy_size(layout, world)
+    size = F32 * layout.models.student.n_parameters / actor.copy_size(world)
     offloaded = None if hardware.is_cpu else actor.offloaded
     if offloaded == "weights":
         return 7 * size / HOST_MEMORY
@@ -262,7 +257,7 @@ def sync_s(layout: Layout, world: int) -> float:
         n_sent = round(sum(n * w.shard_size(1) for n, w in adapter_weights(shape, layout.config.actor.lora)))
     n_bytes = layout.compute_bytes * n_sent
     transfer = TRANSFERS.load(transfer_of(layout))
-    gathered = 0.0 if _copy_size(layout, world) == 1 or not transfer.gathers else n_bytes / hardware.link
+    gathered = 0.0 if layout.config.actor.copy_size(world) == 1 or not transfer.gathers else n_bytes / hardware.link
     if not transfer.gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _is_on_one_node(layout) else hardware.network

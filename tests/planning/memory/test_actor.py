@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from gkd.actor.collate import collate
 from gkd.actor.model import shard
-from gkd.config import Config, Lora, load
+from gkd.config import Config, load
 from gkd.losses.objective import objective
 from gkd.planning.memory.actor import (
     MicroBatchSize,
@@ -24,7 +24,6 @@ from gkd.planning.memory.actor import (
     saved_activations,
 )
 from gkd.planning.memory.colocation import memory_of
-from gkd.planning.memory.pools import truncation_copies
 from gkd.planning.shapes import shape_of
 from tests.planning.layouts import layout_of
 from tests.planning.measure import peak_of_update, samples, student_of
@@ -56,10 +55,7 @@ def run_of(algorithm: dict[str, Any], **actor: Any) -> Config:
 
 
 def estimate(model: PretrainedConfig, run: Config, tokens: int, k: int | None, sharded: bool = False) -> float:
-    actor = run.actor
-    training = Training(
-        run.algorithm, 1, 4, actor.gradient_checkpointing, actor.loss_chunk, actor.lora, sharded=sharded
-    )
+    training = Training(run, 1, 4, sharded=sharded)
     micro = MicroBatchSize(tokens, tokens * RESPONSE // LENGTH, k or 0, alone=tokens == N * LENGTH)
     return sum(peak_items(shape_of(model.to_dict()), training, micro).values())
 
@@ -111,7 +107,7 @@ def test_tokens_that_are_left_out_are_counted(how: dict[str, Any], algorithm: di
         loss, _ = objective(micro, run.algorithm, run.rollout, chunk)(hidden, head)
         loss.backward()
     # Beside floats there is a mask of bytes: a quarter of a copy.
-    planned = logit_bytes(run.algorithm, vocabulary, chunk, 4, truncation_copies(run, is_cpu=True))
+    planned = logit_bytes(run, vocabulary, chunk, 4)
     assert tensors.peak == pytest.approx(planned, rel=0.08)
 
 
@@ -127,7 +123,7 @@ def test_the_copies_of_a_block_are_counted(name: str, k: int) -> None:
     with tensors:
         loss, _ = objective(micro, run.algorithm, run.rollout, chunk)(hidden, head)
         loss.backward()
-    assert tensors.peak - target_bytes == pytest.approx(logit_bytes(run.algorithm, vocabulary, chunk, 4), rel=0.08)
+    assert tensors.peak - target_bytes == pytest.approx(logit_bytes(run, vocabulary, chunk, 4), rel=0.08)
 
 
 def test_a_nucleus_takes_a_gigabyte_of_a_gpu() -> None:
@@ -142,7 +138,7 @@ def test_sequences_of_unequal_length_cost_little_more() -> None:
     lengths = [128, 120, 112, 100, 128, 120, 112, 100]
     run, model = run_of(GRPO, max_tokens_per_micro_batch=sum(lengths) // 2, loss_chunk=128), MODELS["llama"]
     measured = peak_of_update(student_of(model, run), run, samples(lengths, RESPONSE, model.vocab_size, None))
-    training = Training(run.algorithm, 1, 4, False, 128, Lora(), sharded=False)
+    training = Training(run, 1, 4, sharded=False)
     micro = MicroBatchSize(sum(lengths) // 2, RESPONSE * len(lengths) // 2)
     assert sum(peak_items(shape_of(model.to_dict()), training, micro).values()) == pytest.approx(measured, rel=0.15)
 
@@ -213,9 +209,9 @@ def test_qwen_of_one_and_a_half_billion_by_hand() -> None:
             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
         }
     )  # fmt: skip
-    micro = MicroBatchSize(2048, 1024)
+    run, micro = run_of(GRPO, gradient_checkpointing=True, loss_chunk=1024), MicroBatchSize(2048, 1024)
     for world, share in ((1, 1.0), (4, 0.25)):
-        items = peak_items(shape, Training(run_of(GRPO).algorithm, world, 2, True, 1024, Lora()), micro)
+        items = peak_items(shape, Training(run, world, 2), micro)
         assert items["weights"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
         assert items["gradients"] / 1e9 == pytest.approx(6.17 * share, rel=0.01)
         assert items["optimizer state"] / 1e9 == pytest.approx(12.35 * share, rel=0.01)
