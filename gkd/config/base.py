@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
@@ -128,17 +128,19 @@ def _kinds(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def sections_below(section: type[Settings], prefix: str) -> Iterator[tuple[str, type[Settings], str]]:
-    """Yield the fields of ``section`` that are sections: name, class, and how the names of its settings begin.
+def sections_below(section: type[Settings], prefix: str) -> dict[str, tuple[type[Settings], str]]:
+    """Return the fields of ``section`` that are sections: their class, and how the names of their settings begin.
 
     A section for each of several names, such as a set of questions, has ``NAME`` in place of one.
     """
+    below = {}
     for name, field in section.model_fields.items():
-        kind = field.annotation
+        kind, begins = field.annotation, f"{prefix}{name}."
+        if get_origin(kind) is dict:
+            kind, begins = get_args(kind)[1], f"{begins}NAME."
         if isinstance(kind, type) and issubclass(kind, Settings):
-            yield name, kind, f"{prefix}{name}."
-        elif get_origin(kind) is dict and isinstance(value := get_args(kind)[1], type) and issubclass(value, Settings):
-            yield name, value, f"{prefix}{name}.NAME."
+            below[name] = kind, begins
+    return below
 
 
 class Pool(Settings):

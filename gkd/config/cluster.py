@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from gkd.config.base import OWN_CLASS, Settings
 from gkd.config.open import OpenSettings
-from gkd.config.registry import Registry, make_absolute
+from gkd.config.registry import EntryName, Registry
 
 MAX_AUTO_SIMULATED_GPUS = 8
 
@@ -33,7 +33,7 @@ class Weights(OpenSettings):
     registry: ClassVar[Registry] = TRANSFERS
     selects: ClassVar[str] = "transfer"
 
-    transfer: Annotated[str, AfterValidator(make_absolute)] = Field(
+    transfer: EntryName = Field(
         "auto",
         description="way of the weights: ipc: CUDA memory shared by the processes on one GPU; nccl: broadcast from "
         "actor rank 0's GPU to other GPUs; object_store: through Ray, everywhere; auto: the first of these that the "

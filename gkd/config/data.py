@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gkd.config.eval_set import EvalSet, Files
 from gkd.config.open import OpenSections
-from gkd.config.registry import Registry, make_absolute
+from gkd.config.registry import EntryName, Registry
 
 TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:SortDigits"})
 
@@ -29,7 +29,7 @@ class Data(OpenSections):
     registry: ClassVar[Registry] = TASKS
     selects: ClassVar[str] = "task"
 
-    task: Annotated[str | None, AfterValidator(lambda name: name and make_absolute(name))] = Field(
+    task: EntryName | None = Field(
         None,
         description=f"what makes models and data where no model is named: {', '.join(TASKS.names())}, the default "
         "then, or your own as package.module:name or FILE.py:name; its settings are in data.NAME",

@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -31,15 +32,16 @@ class Setting:
     meaning: str
 
 
-def describe_all() -> list[Setting]:
+@cache
+def describe_all() -> tuple[Setting, ...]:
     """Describe every setting, in the order of the sections.
 
     Settings of built-in classes follow those of the section that selects them.
     """
-    return list(describe(Config, ""))
+    return tuple(describe(Config, ""))
 
 
-def search(words: Sequence[str]) -> list[Setting]:
+def search(words: Sequence[str]) -> Sequence[Setting]:
     """Find the settings that every word is about.
 
     A word is a part of the name, a choice, the beginning of a word of the meaning, or what another system calls it.
@@ -70,7 +72,7 @@ def _dotted_names(text: str) -> list[str]:
 
 def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
     """Describe the settings of a section whose names begin with ``prefix``."""
-    below = {name: (kind, inner) for name, kind, inner in sections_below(section, prefix)}
+    below = sections_below(section, prefix)
     for name, field in section.model_fields.items():
         if name in below:
             yield from describe(*below[name])
@@ -82,15 +84,8 @@ def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:
             setting = replace(setting, kind=setting.kind.replace("text", choices, 1))
         yield setting
     if issubclass(section, OpenSettings):
-        fields = _fields_of_entries(section, prefix)
-        for name, meaning in section.settings_of_entries(prefix):
-            yield _setting(name, fields[name], meaning)
-
-
-def _fields_of_entries(section: type[OpenSettings], prefix: str) -> dict[str, FieldInfo]:
-    """Collect the settings of a registry's classes, in the section itself or in one with the class' name."""
-    own = list(section.registry.settings_of_entries())
-    return {f"{prefix}{path}": field for entry, name, field in own for path in (name, f"{entry}.{name}")}
+        for name, meaning, entry_field in section.settings_of_entries(prefix):
+            yield _setting(name, entry_field, meaning)
 
 
 def _setting(name: str, field: FieldInfo, meaning: str) -> Setting:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from gkd.config.base import Settings
-from gkd.config.registry import make_absolute
+from gkd.config.registry import EntryNames
 
 
 def _require_names(files: list[str]) -> list[str]:
@@ -45,7 +45,7 @@ class EvalSet(Settings):
         None, ge=1, description="tokens an answer may have; null: rollout.max_response_length"
     )
     limit: int | None = Field(None, ge=1, description="questions used at most, the first ones; null: all")
-    rewards: Annotated[list[str], AfterValidator(lambda names: [make_absolute(name) for name in names])] = Field(
+    rewards: EntryNames = Field(
         [], description="rewards to measure besides accuracy, as in reward.functions; their settings are in reward.NAME"
     )
     pass_k: list[Annotated[int, Field(ge=1)]] = Field(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from gkd.config.endpoint import OpenAIEndpoint
 from gkd.config.eval_set import EvalSet
 from gkd.config.open import OpenSections
-from gkd.config.registry import Registry, make_absolute
+from gkd.config.registry import EntryNames, Registry
 
 STRATEGIES = Registry(
     "evaluate.strategies",
@@ -51,7 +51,7 @@ class Evaluate(OpenSections):
         "single: one engine of rollout.tensor_parallel_size GPUs; data_parallel: as many such engines as there is room "
         "for; sharded: one engine over all GPUs of a node",
     )
-    strategies: Annotated[list[str], AfterValidator(lambda names: [make_absolute(name) for name in names])] = Field(
+    strategies: EntryNames = Field(
         [DEFAULT_STRATEGY],
         description=f"how a question is answered: {', '.join(STRATEGIES.names())}, or your own as package.module:name "
         "or FILE.py:name; each is measured on the same questions, and its settings are in evaluate.NAME",

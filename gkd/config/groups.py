@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from gkd.config.base import OWN_CLASS, Engine, Pool, Settings
 from gkd.config.device import Device, Dtype
 from gkd.config.open import OpenSections, OpenSettings
-from gkd.config.registry import Registry, make_absolute
+from gkd.config.registry import EntryName, EntryNames, Registry
 from gkd.config.sampling import StudentSampling
 from gkd.config.validating import ValidationSettings
 
@@ -109,7 +109,7 @@ class EngineSection(OpenSettings):
     ability: ClassVar[str]
     """The class attribute of :class:`gkd.inference.engine.InferenceEngine` that states whether a class will do."""
 
-    engine: Annotated[str, AfterValidator(make_absolute)]
+    engine: EntryName
 
     @property
     def engine_class(self) -> Any:
@@ -144,7 +144,7 @@ class Scorer(ScoringPool, Engine, EngineSection):
     registry: ClassVar[Registry] = Registry("teacher.engine", SCORING_ENGINES, ENGINE, undecided="torch")
     ability: ClassVar[str] = "can_score"
 
-    engine: Annotated[str, AfterValidator(make_absolute)] = Field(
+    engine: EntryName = Field(
         "auto",
         description="what scores: torch, one packed forward pass of transformers' model on one GPU; vllm; auto: torch "
         "where an engine has one GPU and the model is dense attention all through, or unknown to vLLM, and vllm "
@@ -266,7 +266,7 @@ class RewardModel(ScoringPool, EngineSection):
     ability: ClassVar[str] = "can_rate"
     rates: ClassVar[bool] = True
 
-    engine: Annotated[str, AfterValidator(make_absolute)] = Field(
+    engine: EntryName = Field(
         "classifier", description=f"what rates: classifier, transformers' sequence classification, or {OWN_CLASS}"
     )
     model: RewardModelModel = RewardModelModel()
@@ -279,12 +279,10 @@ class RewardModel(ScoringPool, EngineSection):
         return self.n_workers
 
 
-def _absolute_once(names: list[str]) -> list[str]:
-    """Return names with whole paths. Raises ValueError for one that is there twice."""
-    whole = [make_absolute(name) for name in names]
-    if repeated := [name for name in whole if whole.count(name) > 1]:
+def _require_distinct(names: list[str]) -> list[str]:
+    if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{repeated[0]} is named more than once")
-    return whole
+    return names
 
 
 class Trainer(ValidationSettings, Pool, OpenSections):
@@ -327,7 +325,7 @@ class Trainer(ValidationSettings, Pool, OpenSections):
         None, description="where the run writes; null: outputs/RECIPE/DATE_TIME (verl: default_local_dir)"
     )
     update_timeout_s: float = Field(1800.0, gt=0, description="time one update of the actor may take")
-    trackers: Annotated[list[str], AfterValidator(_absolute_once)] = Field(
+    trackers: Annotated[EntryNames, AfterValidator(_require_distinct)] = Field(
         [],
         description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard, wandb and "
         "mlflow, which are extras (pip install 'gkd[wandb]'), or your own as package.module:name or FILE.py:name; the "
@@ -372,7 +370,7 @@ class Rollout(StudentSampling, Engine, EngineSection):
     )
     ability: ClassVar[str] = "can_sample"
 
-    engine: Annotated[str, AfterValidator(make_absolute)] = Field(
+    engine: EntryName = Field(
         "vllm",
         description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS} "
         "(TRL: use_vllm; verl: rollout.name)",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSettings, find_changed_settings
-from gkd.config.registry import Registry, make_absolute
+from gkd.config.registry import EntryName, Registry
 from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
-EntryName = Annotated[str, AfterValidator(make_absolute)]
 
 ALGORITHMS = Registry(
     "algorithm.name",

@@ -17,6 +17,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from gkd.config.base import Settings, escape, sections_below, user_path
 from gkd.config.checks import require_together
+from gkd.config.describe import describe_all
 from gkd.config.doubts import rates
 from gkd.config.hints import hint
 from gkd.config.open import OWN, OpenSettings
@@ -59,18 +60,7 @@ def dump_yaml(config: Config) -> str:
 @cache
 def settings() -> Mapping[str, str]:
     """Return every setting's dotted name and its meaning."""
-
-    def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, str]]:
-        if issubclass(section, OpenSettings):
-            yield from section.settings_of_entries(prefix)
-        below = {name: (kind, inner) for name, kind, inner in sections_below(section, prefix)}
-        for name, field in section.model_fields.items():
-            if name in below:
-                yield from walk(*below[name])
-            else:
-                yield f"{prefix}{name}", field.description or ""
-
-    return MappingProxyType(dict(walk(Config, "")))
+    return MappingProxyType({setting.name: setting.meaning for setting in describe_all()})
 
 
 @cache
@@ -80,9 +70,8 @@ def open_sections() -> Mapping[str, type[OpenSettings]]:
     def walk(section: type[Settings], prefix: str) -> Iterator[tuple[str, type[OpenSettings]]]:
         if issubclass(section, OpenSettings):
             yield prefix.removesuffix("."), section
-        for name, field in section.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-                yield from walk(field.annotation, f"{prefix}{name}.")
+        for below, begins in sections_below(section, prefix).values():
+            yield from walk(below, begins)
 
     return MappingProxyType(dict(walk(Config, "")))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
@@ -32,18 +33,25 @@ class OpenSettings(Settings):
         return {"": self.registry.load(getattr(self, self.selects))}
 
     @classmethod
-    def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+    def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
+        """Yield the settings of built-in classes: dotted name, below ``prefix``, meaning, and what it is."""
         meanings: dict[str, dict[str, list[str]]] = {}  # by setting, then by meaning: the classes that take it
-        for name, own, field in cls.registry.settings_of_entries():
-            meanings.setdefault(own, {}).setdefault(field.description or "", []).append(name)
+        fields: dict[str, FieldInfo] = {}
+        for name, own, fields[own] in cls.registry.settings_of_entries():
+            meanings.setdefault(own, {}).setdefault(fields[own].description or "", []).append(name)
         for own, classes in meanings.items():
-            yield f"{prefix}{own}", "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
+            meaning = "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
+            yield f"{prefix}{own}", meaning, fields[own]
 
-    def class_settings(self, section: str = "") -> Any:
+    def selected_names(self) -> list[str]:
+        """Return names in the setting ``selects``, which may be one, several or none."""
+        value = getattr(self, self.selects)
+        return [value] if isinstance(value, str) else list(value or [])
+
+    def class_settings(self) -> Any:
         """Return the settings of the class that is named, as its ``Config``."""
-        kind = settings_class(self.owners()[section])
-        return None if kind is None else kind.model_validate(self._select_values(section))
+        kind = settings_class(self.selected_class)
+        return None if kind is None else kind.model_validate(self._select_values(""))
 
     @property
     def selected_class(self) -> Any:
@@ -62,40 +70,37 @@ class OpenSettings(Settings):
 
     @model_validator(mode="after")
     def _own_settings_are_the_classes(self) -> OpenSettings:
-        owners = self.owners()
+        """Add the defaults of the classes that are named, so that what is written of a run holds them."""
+        owners, extra = self.owners(), self.model_extra
+        assert extra is not None, "extra settings are allowed"
         for section, owner in owners.items():
-            kind, extra = settings_class(owner) or Settings, (self.model_extra or {}).get(section, {})
-            if not isinstance(extra, Mapping):
-                raise _refusal(section, extra, f"a section with the settings of {owner.__name__} is expected")
+            kind, prefix = settings_class(owner) or Settings, f"{section}." if section else ""
+            if not isinstance(extra.get(section, {}), Mapping):
+                why = f"a section with the settings of {owner.__name__} is expected"
+                raise _refusal(section, extra[section], why)
             if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
                 raise ValueError(f"{owner.__name__}: {twice[0]} is the name of another setting here; give it another")
-            values = self._select_values(section)
-            prefix = f"{section}." if section else ""
+            values, known = self._select_values(section), [f"{prefix}{name}" for name in kind.model_fields]
             try:
-                kind.model_validate(values)
+                complete = kind.model_validate(values).model_dump(mode="json")
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
                 raise ValueError(f"{owner.__name__}.Config: {describe_error(error)}") from None
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))
                 why = one_line(str(first["msg"]).removeprefix("Value error, "))
-                known = [f"{prefix}{name}" for name in kind.model_fields]
                 raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
             if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
                 for name in values.keys() - kind.model_fields:
-                    known = [f"{prefix}{field}" for field in kind.model_fields]
                     raise _refusal(f"{prefix}{name}", values[name], "", unknown=True, known=known)
+            if not section:
+                extra.update(complete)
+            elif complete and section in map(shorten_name, self.selected_names()):
+                extra[section] = complete
         if "" not in owners:
-            for name, value in (self.model_extra or {}).items():
+            for name, value in extra.items():
                 if name not in owners:
                     raise _refusal(name, value, "", unknown=True)
-        return self
-
-    @model_validator(mode="after")
-    def _own_settings_are_complete(self) -> OpenSettings:
-        """Add defaults of settings that stand beside the class' name, so that what is written of a run holds them."""
-        if "" in self.owners() and self.model_extra is not None and (own := self.class_settings()) is not None:
-            self.model_extra.update(own.model_dump(mode="json"))
         return self
 
 
@@ -116,11 +121,6 @@ class OpenSections(OpenSettings):
     their defaults.
     """
 
-    def selected_names(self) -> list[str]:
-        """Return names in the setting ``selects``, which may be one, several or none."""
-        value = getattr(self, self.selects)
-        return [value] if isinstance(value, str) else list(value or [])
-
     def owners(self) -> Mapping[str, Any]:
         """Return classes with settings, by the section below this one. Raises ValueError where two have one section."""
         classes: dict[str, Any] = {}
@@ -135,24 +135,15 @@ class OpenSections(OpenSettings):
         return classes
 
     @classmethod
-    def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yield dotted name, below ``prefix``, and meaning of the settings of every built-in class."""
+    def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
+        """Yield the settings of built-in classes: dotted name, below ``prefix``, meaning, and what it is."""
         for name, own, field in cls.registry.settings_of_entries():
-            yield f"{prefix}{name}.{own}", field.description or ""
+            yield f"{prefix}{name}.{own}", field.description or "", field
 
     def settings_of(self, name: str) -> Any:
         """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
         kind = settings_class(self.registry.load(name))
         return None if kind is None else kind.model_validate(self._select_values(shorten_name(name)))
-
-    @model_validator(mode="after")
-    def _settings_of_named_classes_are_complete(self) -> OpenSections:
-        for name in self.selected_names():
-            own = self.settings_of(name)
-            complete = {} if own is None else own.model_dump(mode="json")
-            if complete and self.model_extra is not None:
-                self.model_extra[shorten_name(name)] = complete
-        return self
 
 
 def _refusal(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:

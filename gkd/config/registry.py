@@ -15,10 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
+from gkd.config.base import user_path
+from gkd.config.hints import suggest
 from gkd.errors import ConfigError, describe_error
 
 
@@ -45,32 +48,22 @@ class Registry:
             for name, field in getattr(settings_class(self.load(entry)), "model_fields", {}).items():
                 yield entry, name, field
 
-    def require(self, name: str) -> None:
-        """Raise ValueError, naming the nearest, for a name that is neither built in nor ``module:name``."""
-        from gkd.config.hints import suggest  # which may import this module
-
-        names = self.names()
-        if name.endswith((".py", ":")):
-            raise ValueError(f"{self.setting}={name}: a name in it is to come after it: {name.rstrip(':')}:NAME")
-        if name not in names and ":" not in name:
-            raise ValueError(
-                f"{self.setting}={name}: no such choice{suggest(name, names)}; there are "
-                f"{', '.join(names)}, or your own as package.module:name or FILE.py:name"
-            )
-
     def load(self, name: str) -> Any:
         """Import the code that ``name`` stands for.
 
         Raises ConfigError when there is none, when it cannot be imported, and when it is not of the registry's base.
         """
-        if name == "auto" and self.undecided is not None:
-            return _attribute(self.entries[self.undecided])
-        if name in self.entries:
-            return _attribute(self.entries[name])
-        try:
-            self.require(name)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        entry = self.undecided if name == "auto" and self.undecided is not None else name
+        if entry in self.entries:
+            return _attribute(self.entries[entry])
+        if name.endswith((".py", ":")):
+            raise ConfigError(f"{self.setting}={name}: a name in it is to come after it: {name.rstrip(':')}:NAME")
+        if ":" not in name:
+            names = self.names()
+            raise ConfigError(
+                f"{self.setting}={name}: no such choice{suggest(name, names)}; there are "
+                f"{', '.join(names)}, or your own as package.module:name or FILE.py:name"
+            )
         own = _load_own(self.setting, name)
         config = settings_class(own)
         if config is not None and not hasattr(config, "model_fields"):
@@ -105,14 +98,17 @@ def make_absolute(name: str) -> str:
     return name if file is None else f"{file}:{name.rpartition(':')[2]}"
 
 
+EntryName = Annotated[str, AfterValidator(make_absolute)]
+"""A name of a registry's, of which a file is named by its whole path."""
+EntryNames = Annotated[list[str], AfterValidator(lambda names: [make_absolute(name) for name in names])]
+
+
 def shorten_name(name: str) -> str:
     """Return the last part of a name, which is what figures and sections of settings are called by."""
     return name.rpartition(":")[2]
 
 
 def _load_own(setting: str, name: str) -> Any:
-    from gkd.config.hints import suggest  # which may import this module
-
     path, (module, _, attribute) = file_of(name), name.rpartition(":")
     file = None if path is None else _local_copy(path)
     if file is not None and not file.is_file():
@@ -132,8 +128,6 @@ def _load_own(setting: str, name: str) -> Any:
 
 def file_of(name: str) -> Path | None:
     """Return the file of a name ``FILE.py:name``; None for names of other kinds."""
-    from gkd.config.base import user_path
-
     file = name.rpartition(":")[0]
     return user_path(file).absolute() if file.endswith(".py") else None
 

@@ -7,10 +7,9 @@ import types
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
-    AfterValidator,
     Field,
     PrivateAttr,
     TypeAdapter,
@@ -21,7 +20,7 @@ from pydantic import (
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSections
-from gkd.config.registry import Registry, make_absolute, shorten_name
+from gkd.config.registry import EntryNames, Registry, make_absolute, shorten_name
 
 OWN_PARAMETERS = (
     "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions", "completion_ids",
@@ -95,18 +94,13 @@ REWARDS = _Rewards(
 )
 
 
-def _make_absolute(functions: list[str]) -> list[str]:
-    """Return names with absolute paths, as workers have working directories of their own."""
-    return [make_absolute(name) for name in functions]
-
-
 class Reward(OpenSections):
     """The reward of a response: the weighted sum of reward functions."""
 
     registry: ClassVar[Registry] = REWARDS
     selects: ClassVar[str] = "functions"
 
-    functions: Annotated[list[str], AfterValidator(_make_absolute)] = Field(
+    functions: EntryNames = Field(
         [],
         description=f"any of {', '.join(REWARDS.names())}, or your own as package.module:name or FILE.py:name (TRL's "
         "reward_funcs, verl's custom_reward_function); the settings of each are in reward.NAME",

@@ -14,14 +14,8 @@ def required_top_k(config: Config, vocab_size: int) -> int:
     loss = config.algorithm.loss
     if loss.compares_tokens_alone or not config.algorithm.distils:
         return 0
-    k = min(loss.top_k or vocab_size, vocab_size)
-    if k > config.teacher.max_top_k:
-        setting = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
-        raise ConfigError(
-            f"{setting} needs {k:,} of the teacher's log-probabilities a position, more than "
-            f"teacher.max_top_k={config.teacher.max_top_k:,}"
-        )
-    return k
+    setting = f"algorithm.loss.top_k={loss.top_k}" if loss.top_k else "algorithm.loss.top_k=null (full vocabulary)"
+    return _require_sent(config, setting, min(loss.top_k or vocab_size, vocab_size))
 
 
 def top_k_for_validation(config: Config, vocab_size: int) -> int:
@@ -29,10 +23,13 @@ def top_k_for_validation(config: Config, vocab_size: int) -> int:
 
     Raises ConfigError when that is more than the teacher sends.
     """
-    k = min(config.data.val_top_k, vocab_size)
+    return _require_sent(config, f"data.val_top_k={config.data.val_top_k}", min(config.data.val_top_k, vocab_size))
+
+
+def _require_sent(config: Config, setting: str, k: int) -> int:
     if k > config.teacher.max_top_k:
         raise ConfigError(
-            f"data.val_top_k={config.data.val_top_k} needs {k:,} of the teacher's log-probabilities a position, "
-            f"more than teacher.max_top_k={config.teacher.max_top_k:,}"
+            f"{setting} needs {k:,} of the teacher's log-probabilities a position, more than "
+            f"teacher.max_top_k={config.teacher.max_top_k:,}"
         )
     return k

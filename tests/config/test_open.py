@@ -37,7 +37,8 @@ class Section(OpenSettings):
 def test_a_class_takes_its_own_settings_with_their_defaults_and_checks() -> None:
     assert Section(name="scaled").class_settings().scale == 2.0
     assert Section.model_validate({"name": "scaled", "scale": 3.0}).class_settings().scale == 3.0
-    assert dict(Section.settings_of_entries("section.")) == {"section.scale": "scaled: a factor"}
+    ((name, meaning, _),) = Section.settings_of_entries("section.")
+    assert (name, meaning) == ("section.scale", "scaled: a factor")
     assert Section(name="plain").class_settings() is None
 
 
@@ -90,7 +91,8 @@ def test_a_setting_that_several_classes_have_is_listed_with_all_of_them() -> Non
         )
         name: str = "one"
 
-    assert dict(Both.settings_of_entries("")) == {"scale": "one, two: a factor"}
+    ((name, meaning, _),) = Both.settings_of_entries("")
+    assert (name, meaning) == ("scale", "one, two: a factor")
 
 
 def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_own(tmp_path: Path) -> None:
