@@ -20,11 +20,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", type=_n_rows, default=3, metavar="N", help="prompts of each file that are printed")
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
-    from gkd.config.compose import compose
+    from gkd.config.compose import compose_run
     from gkd.driver.inputs.preview import preview, show
     from gkd.observability.progress import console, log_to
 
-    config, out = compose(options.overrides), console()
+    config, out = compose_run(options.overrides), console()
     log_to(out)
     seen = preview(config, out.print)
     with end_with_reader():

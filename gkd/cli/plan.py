@@ -85,15 +85,18 @@ def _n_gpus(text: str) -> int:
 
 
 def _compose(overrides: Sequence[str]) -> Config:
-    """Compose the configuration; data and teacher need not be named where a model of one's own is."""
-    from gkd.config.compose import compose
+    """Compose the configuration; data need not be named where a model of one's own is."""
+    from gkd.config.compose import compose_run
 
     named = _find_named(overrides)
     if {"model.path", "model.size"} & named:
         overrides = [*(f"{key}={value}" for key, value in STAND_INS.items() if key not in named), *overrides]
-        if not {"teacher.model.path", "teacher.model.size", "teacher.server_ip"} & named:
-            return _compose_without_teacher(overrides)
-    return compose(overrides)
+    try:
+        return compose_run(overrides)
+    except ConfigError as error:
+        if "but not teacher.model.path (or teacher.server_ip)" not in str(error):
+            raise
+        raise ConfigError("there is no teacher: name teacher.model.path, or teacher.model.size such as 7b") from None
 
 
 def _find_named(overrides: Sequence[str]) -> set[str]:
@@ -106,17 +109,6 @@ def _find_named(overrides: Sequence[str]) -> set[str]:
     parsed = parse_overrides([override for override in overrides if override not in files])
     named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
     return named | {key for file in files for key, value in flatten(read_yaml(file)).items() if value not in (None, [])}
-
-
-def _compose_without_teacher(overrides: Sequence[str]) -> Config:
-    from gkd.config.compose import compose
-
-    try:
-        return compose(overrides)
-    except ConfigError as error:
-        if "teacher.model.path (or teacher.server_ip)" not in str(error):
-            raise
-        raise ConfigError("there is no teacher: name teacher.model.path, or teacher.model.size such as 7b") from None
 
 
 def _place_here(config: Config, best: bool) -> Config:

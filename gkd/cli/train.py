@@ -76,11 +76,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def configure(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a run. Raises ConfigError for settings that are none of a run's."""
-    from gkd.config.compose import compose, groups
+    from gkd.config.compose import compose_run, groups
 
-    config = compose(overrides)
-    if config.evaluates or config.evaluate.sets:
-        raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
+    config = compose_run(overrides)
     if config.recipe == "none":
         raise ConfigError(f"name a recipe: gkd train +recipe={{{','.join(groups()['recipe'])}}}")
     return config

@@ -90,6 +90,14 @@ def compose(overrides: Sequence[str]) -> Config:
     return config
 
 
+def compose_run(overrides: Sequence[str]) -> Config:
+    """Compose the configuration of a run. Raises ConfigError, also for settings that are of evaluations alone."""
+    config = compose(overrides)
+    if config.evaluates or config.evaluate.sets:
+        raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
+    return config
+
+
 @cache
 def _compose_groups(**choices: str) -> DictConfig:
     """Return what the files of these groups set, the later above the earlier."""

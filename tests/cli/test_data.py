@@ -56,6 +56,11 @@ def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureF
     assert "prompted differently" in capsys.readouterr().err
 
 
+def test_models_to_evaluate_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "models.base=/tmp/none", "+sets=gsm8k"]) == 2
+    assert contains_in_order(capsys.readouterr().err, "models.*", "gkd evaluate")
+
+
 def test_prompts_that_are_all_far_too_long_are_counted(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for template in ("student", "own"):
         assert main([*arguments(files, "long.jsonl"), f"teacher.chat_template={template}"]) == 2

@@ -230,6 +230,11 @@ def test_of_several_teachers_the_largest_is_planned_and_the_shortest_ends_texts(
     assert any("large" in note for note in result["notes"])
 
 
+def test_models_to_evaluate_are_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+recipe=grpo", "models.base=/tmp/none", "+sets=gsm8k"]) == 2
+    assert contains_in_order(capsys.readouterr().err, "models.*", "gkd evaluate")
+
+
 def test_a_run_refuses_a_size_without_a_model() -> None:
     config = compose([*DATA, "+recipe=grpo", "model.size=7b"])
     with pytest.raises(ConfigError, match=r"model\.size=7b .*model\.path"):
