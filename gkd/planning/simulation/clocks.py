@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -21,6 +21,22 @@ class SimulatedSample:
     version: int
     engine: int = 0
     unscored: int = 0
+
+
+@dataclass(slots=True)
+class SimulatedBatch:
+    """Keeps how far the batch of a step is, and when it was ``requested``, all ``generated`` and all ``scored``.
+
+    ``delivered``: places of the samples that the driver has; ``unsampled`` and ``unscored``: how many are not yet.
+    """
+
+    samples: list[SimulatedSample]
+    requested: float
+    unsampled: int
+    unscored: int
+    delivered: set[int] = field(default_factory=set)
+    generated: float = 0.0
+    scored: float = 0.0
 
 
 class GroupClock:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 
-from gkd.planning.simulation.clocks import EngineClock, GroupClock, SimulatedSample
+from gkd.planning.simulation.clocks import EngineClock, GroupClock, SimulatedBatch, SimulatedSample
 from gkd.planning.simulation.run import Pace, SimulatedRun, Step
 from gkd.schedule import TicketSchedule
 
@@ -39,9 +39,9 @@ def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = No
     ends = [0.0, *simulation.ends]
     busy = {name: group.worked_at[first + steps] - group.worked_at[first] for name, group in simulation.groups.items()}
     busy = {name: seconds / steps for name, seconds in busy.items()}
-    measured = range(first + 1, first + steps + 1)
-    generated = fmean(simulation.generated[s] - simulation.requested[s] for s in measured)
-    scored = fmean(simulation.all_scored[s] - simulation.requested[s] for s in measured)
+    measured = [simulation.batches[step] for step in range(first + 1, first + steps + 1)]
+    generated = fmean(batch.generated - batch.requested for batch in measured)
+    scored = fmean(batch.scored - batch.requested for batch in measured)
     seconds = (ends[first + steps] - ends[first]) / steps
     return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), generated, scored)
 
@@ -70,13 +70,7 @@ class _Simulation:
         self.schedule = TicketSchedule(run.n_prompts, run.max_staleness, ENDLESS, lambda n: [0] * n)
         self.waiting: deque[SimulatedSample] = deque()
         self.homes: dict[tuple[int, int], int] = {}
-        self.batches: dict[int, list[SimulatedSample]] = {}
-        self.delivered: dict[int, set[int]] = {}
-        self.unsampled: dict[int, int] = {}
-        self.unscored: dict[int, int] = {}
-        self.requested: dict[int, float] = {}
-        self.generated: dict[int, float] = {}
-        self.all_scored: dict[int, float] = {}
+        self.batches: dict[int, SimulatedBatch] = {}  # by step
         self.ends: list[float] = []
         self.number = 0
         # Of the actor's present step: samples that were fed, the open chunk's tokens, chunks that wait, and its state;
@@ -137,14 +131,12 @@ class _Simulation:
     def _dispatch(self, version: int) -> None:
         for tickets in self.schedule.admit(version):
             step, lengths = tickets[0].step, self.run.lengths(tickets[0].step)
-            batch = [
+            samples = [
                 SimulatedSample(step, i, (step, i // self.run.n), length, version, unscored=len(self.run.scoring))
                 for i, length in enumerate(lengths)
             ]
-            self.batches[step], self.delivered[step] = batch, set()
-            self.unsampled[step] = self.unscored[step] = len(batch)
-            self.requested[step] = self.time
-            self.waiting += batch
+            self.batches[step] = SimulatedBatch(samples, self.time, len(samples), len(samples))
+            self.waiting += samples
         self._schedule(self.run.driver.start_s, self._hand_out)
 
     def _hand_out(self) -> None:
@@ -222,9 +214,10 @@ class _Simulation:
         group.busy -= not engine.running
         for sample in done:
             self.engines[number].held -= 1
-            self.unsampled[sample.step] -= 1
-            if not self.unsampled[sample.step]:
-                self.generated[sample.step] = self.time
+            batch = self.batches[sample.step]
+            batch.unsampled -= 1
+            if not batch.unsampled:
+                batch.generated = self.time
             self._schedule(self.run.driver.score_s, partial(self._begin_scoring, sample))
         self._continue(number)
         self._hand_out()
@@ -263,13 +256,14 @@ class _Simulation:
 
     def _finish(self, sample: SimulatedSample) -> None:
         """Give the sample to the actor once it is its turn."""
-        self.unscored[sample.step] -= 1
-        if not self.unscored[sample.step]:
-            self.all_scored[sample.step] = self.time
+        batch = self.batches[sample.step]
+        batch.unscored -= 1
+        if not batch.unscored:
+            batch.scored = self.time
         self._schedule(self.run.driver.deliver_s, partial(self._deliver, sample))
 
     def _deliver(self, sample: SimulatedSample) -> None:
-        self.delivered[sample.step].add(sample.place)
+        self.batches[sample.step].delivered.add(sample.place)
         if sample.step == self.step:
             self._feed()
 
@@ -280,7 +274,7 @@ class _Simulation:
         if self.recording or self.preparing or self.step not in self.batches:
             return
         self._close_chunks()
-        if self.fed == len(self.batches[self.step]):
+        if self.fed == len(self.batches[self.step].samples):
             self.preparing = True
             self.chunks.append(self.chunk)
             self._schedule(self.run.driver.prepare_s, self._end_preparing)
@@ -288,10 +282,11 @@ class _Simulation:
 
     def _close_chunks(self) -> None:
         """Put what is there of the batch, in its order, into chunks, and close those that are full."""
-        batch, there = self.batches.get(self.step, []), self.delivered.get(self.step, set())
+        if (batch := self.batches.get(self.step)) is None:
+            return
         updating = self.run.updating
-        while self.fed in there and all(i in there for i in range(self.fed, self.fed + updating.unit)):
-            unit = batch[self.fed : self.fed + updating.unit]
+        while batch.delivered.issuperset(range(self.fed, self.fed + updating.unit)):
+            unit = batch.samples[self.fed : self.fed + updating.unit]
             tokens = sum(self.run.prompt + sample.length for sample in unit)
             if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:
                 self.chunks.append(self.chunk)
@@ -308,7 +303,7 @@ class _Simulation:
         if self.computing or not (self.began or self.prepared):
             return
         if self.chunks:
-            share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step]))
+            share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step].samples))
             self._occupy(self.run.updating.accumulate_s * share * self.pace.update, self._compute)
         elif self.prepared:
             self._occupy(self.run.updating.apply_s * self.pace.update, self._end_update)
@@ -375,8 +370,6 @@ class _Simulation:
         self.ends.append(self.time)
         for group in self.groups.values():
             group.worked_at.append(group.worked)
-        for by_step in (self.batches, self.delivered, self.unsampled, self.unscored):
-            by_step.pop(self.step)
         for engine in self.engines:  # by the pace so far
             self._account(engine)
         self.step, self.fed, self.chunk = self.step + 1, 0, 0.0
