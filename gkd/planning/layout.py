@@ -300,19 +300,12 @@ def _largest(teachers: Mapping[str, ModelShape]) -> ModelShape:
 
 
 def _teacher_shape(config: Config) -> ModelShape | None:
-    model = config.teacher.model
-    if config.teacher.models:
-        return _largest(
-            {name: read_shape(path, f"teacher.models.{name}") for name, path in config.teacher.models.items()}
-        )
-    if not config.algorithm.needs_teacher or (model.path is None and model.size is None):
-        if config.algorithm.needs_teacher and config.teacher.server_ip is None:
-            raise ConfigError(
-                f"algorithm.name={config.algorithm.name} needs a teacher: name teacher.model.path, teacher.model.size "
-                "or teacher.server_ip"
-            )
-        return None
-    return _shape(model.path, model.size, "teacher.model")
+    """Return the shape of the teacher, of several the largest; None without one, or outside the cluster."""
+    model, models = config.teacher.model, config.teacher.models
+    if models:
+        return _largest({name: read_shape(path, f"teacher.models.{name}") for name, path in models.items()})
+    is_named = model.path is not None or model.size is not None
+    return _shape(model.path, model.size, "teacher.model") if config.algorithm.needs_teacher and is_named else None
 
 
 def _shape(path: str | None, size: str | None, setting: str) -> ModelShape:
@@ -325,13 +318,10 @@ def _shape(path: str | None, size: str | None, setting: str) -> ModelShape:
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return the configuration with dotted settings replaced. Values are not checked again."""
     for key, value in settings.items():
-        config = _replace_setting(config, key.split("."), value)
+        section, _, below = key.partition(".")
+        inner = with_settings(getattr(config, section), {below: value}) if below else value
+        config = config.model_copy(update={section: inner})
     return config
-
-
-def _replace_setting(section: Any, path: list[str], value: Any) -> Any:
-    inner = value if len(path) == 1 else _replace_setting(getattr(section, path[0]), path[1:], value)
-    return section.model_copy(update={path[0]: inner})
 
 
 def without_colocation(layout: Layout) -> Layout:

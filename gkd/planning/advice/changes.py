@@ -30,9 +30,9 @@ class Change:
     values: tuple[Value, ...]
 
 
-def overrides(settings: Mapping[str, Value]) -> str:
+def overrides(settings: Mapping[str, Value | str | None]) -> str:
     """Return settings as overrides to paste."""
-    return " ".join(f"{name}={str(value).lower()}" for name, value in settings.items())
+    return " ".join(f"{name}={'null' if value is None else str(value).lower()}" for name, value in settings.items())
 
 
 def changes_for(layout: Layout, group: str) -> list[Change]:

@@ -196,12 +196,8 @@ def _print_memory(report: PlanReport, out: Console) -> None:
     table.add_row("fits", *("yes" if g.fits else "NO" for g in groups))
     out.print(table)
     for group in groups:
-        for note in _notes(group):
+        for note in filter(None, (group.shortage, *group.notes)):
             out.print(f"{group.group}: {note}", soft_wrap=True)
-
-
-def _notes(group: GroupMemory) -> list[str]:
-    return [*([group.shortage] if group.shortage else []), *group.notes]
 
 
 def _format_gb(n_bytes: float) -> str:

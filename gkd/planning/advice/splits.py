@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gkd.cluster.layout.nodes import GroupRequest, Node, idle_nodes, solve
 from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel, Scorer
 from gkd.errors import ConfigError
+from gkd.planning.advice.changes import overrides
 from gkd.planning.layout import (
     GPU_SETTINGS,
     Layout,
@@ -79,7 +80,7 @@ class Split:
 
     def overrides(self) -> str:
         """Return the settings as overrides to paste."""
-        return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
+        return overrides(self.settings)
 
 
 def best_splits(
@@ -98,7 +99,8 @@ def best_splits(
         )
     base, scale = without_colocation(layout), factors or Factors()
     sizes = {section: _list_sizes(base, section, n_gpus - len(sections) + 1, n_gpus, scale) for section in sections}
-    nodes = _idle_nodes(n_gpus, layout.config.plan.gpus_per_node)
+    a_node = layout.config.plan.gpus_per_node
+    nodes = idle_nodes([min(a_node, n_gpus - first) for first in range(0, n_gpus, a_node)])
     ahead = staleness > 0 or streams(base)
     placeable = (mix for mix in _quickest_mixes(sizes, n_gpus, ahead) if _fits_on(nodes, mix))
     splits = [_split(layout, base, mix, staleness, scale) for mix in itertools.islice(placeable, SIMULATED)]
@@ -117,11 +119,6 @@ def best_splits(
 def _fits_on(nodes: list[Node], mix: dict[str, PoolSize]) -> bool:
     requests = [GroupRequest(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
     return solve(requests, nodes, 0.0) is not None
-
-
-def _idle_nodes(n_gpus: int, per_node: int) -> list[Node]:
-    whole, rest = divmod(n_gpus, per_node)
-    return idle_nodes([per_node] * whole + [rest] * (rest > 0))
 
 
 def _list_shapes(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
@@ -268,12 +265,11 @@ def faster_split(config: Config, directory: Path, requested: Engine) -> str:
     try:
         layout = Layout(config, models_of(config), gpu_hardware(config.plan))
         factors = factors_of(str(directory), layout)
-        layout = Layout(factors.lengths(config), layout.models, layout.hardware)
+        layout = replace(layout, config=factors.lengths(config))
         now = simulate_layout(layout, staleness, factors).seconds
         planned = {f"rollout.{name}": getattr(requested, name) for name in ("max_num_seqs", "kv_cache_gb")}
-        replanned = with_settings(layout.config, planned)
-        layout = Layout(replanned, layout.models, layout.hardware)
-        best = best_splits(layout, n_gpus, 1, staleness, factors)[0]
+        replanned = replace(layout, config=with_settings(layout.config, planned))
+        best = best_splits(replanned, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:
         return f"whether another split of the GPUs would be faster is not known: {error}"
     measured = f"with what was measured, by gkd plan's simulation ({now:.2f} s a step)"

@@ -118,12 +118,8 @@ def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
 
 def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one GPU of a vLLM engine."""
-    shape, gpu, tp, c = (
-        layout.models.shape_of(group),
-        layout.hardware,
-        engine.tensor_parallel_size,
-        layout.compute_bytes,
-    )
+    shape, gpu = layout.models.shape_of(group), layout.hardware
+    c, tp = layout.compute_bytes, engine.tensor_parallel_size
     weights, kind = _engine_weights(shape, engine, c) / tp, engine_class(engine, shape)
     slots, managed = slots_of(layout, group, engine), kind.managed_memory
     step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(shape, engine)
@@ -240,7 +236,7 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     most: int = managed.by_size(managed.max_num_seqs, gpu.memory)
     n_slots = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
     cache = _cache_bytes(layout, group, engine, n_slots)
-    return max(min(n_slots, engine.slots), min(n_slots, _n_held(layout, group, engine, cache)))
+    return min(n_slots, max(engine.slots, _n_held(layout, group, engine, cache)))
 
 
 def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
