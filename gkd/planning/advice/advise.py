@@ -66,16 +66,12 @@ class Advice:
         return f"{self.overrides()} ({saved}; a step takes {self.slower:.2f} of the time)"
 
 
-def advise(layout: Layout, group: str) -> list[Advice]:
-    """Return, for each level that can make ``group`` fit, its cheapest changes; empty when none can, or none need to.
+def advise(layout: Layout, group: str) -> Iterator[Advice]:
+    """Yield, for each level that can make ``group`` fit, its cheapest changes; none when none can, or none need to.
 
-    Other groups need not fit for it, and may need the same GPUs: see :func:`advise_all`.
+    Each is worked out when it is wanted. Other groups need not fit for it, and may need the same GPUs: see
+    :func:`advise_all`.
     """
-    return list(_advise(layout, group))
-
-
-def _advise(layout: Layout, group: str) -> Iterator[Advice]:
-    """Yield :func:`advise`'s, each worked out when it is wanted."""
     if not memory_of(layout, group).fits:
         trials = _Trials(layout, group, {})
         yield from (cheapest for level in LEVEL_NAMES if (cheapest := _find_cheapest(trials, level)) is not None)
@@ -88,7 +84,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
     """
     groups = groups_that_do_not_fit(layout)
     if by_group is None:
-        by_group = {group: advise(layout, group) for group in groups}
+        by_group = {group: list(advise(layout, group)) for group in groups}
     if any(not by_group[group] and not _fits_alone(layout, group) for group in groups if group != "reference"):
         return None  # (a reference may come to be needed no more)
     advice_of = {(group, ""): list(by_group[group]) for group in groups}
@@ -100,7 +96,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
             if group not in groups_that_do_not_fit(changed):
                 continue
             if (key := (group, overrides(settings))) not in advice_of:
-                advice_of[key] = advise(changed, group)
+                advice_of[key] = list(advise(changed, group))
             if advice_of[key]:
                 settings |= advice_of[key][pick].settings
                 changed = replace(layout, config=with_settings(layout.config, settings))
@@ -135,14 +131,14 @@ def advise_by_memory(layout: Layout, sizes_gb: Sequence[float]) -> list[tuple[fl
     rows = []
     for size in sizes_gb:
         other = replace(layout, hardware=replace(layout.hardware, memory=size * GB))
-        rows.append((size, next(_advise(other, "actor"), None), memory_of(other, "actor").fits))
+        rows.append((size, next(advise(other, "actor"), None), memory_of(other, "actor").fits))
     return rows
 
 
 def explain_shortage(layout: Layout, group: str) -> str:
     """Return one line: what does not fit, and the mildest changes."""
     memory = memory_of(layout, group)
-    own = next(_advise(layout, group), None)
+    own = next(advise(layout, group), None)
     fits = own.overrides() if own else advise_all(layout)
     needs = _describe_shortage(memory, layout.hardware.is_cpu)
     return f"{needs}; {f'this fits: {fits}' if fits else explain_no_advice(layout, memory)}"
@@ -161,7 +157,7 @@ def explain_no_advice(layout: Layout, memory: GroupMemory) -> str:
     """Return what would help a group that does not fit, and for which there is no advice."""
     if layout.hardware.is_cpu:
         return "no change of its own settings makes it fit: smaller models, or more memory, would"
-    if layout.nodes is not None and next(_advise(replace(layout, nodes=None), memory.group), None):
+    if layout.nodes is not None and next(advise(replace(layout, nodes=None), memory.group), None):
         return "no change of settings makes it fit on the nodes there are: more would"
     if _fits_alone(layout, memory.group):
         return "no change of its own settings makes it fit: smaller groups on its GPUs, or GPUs of its own, would"
@@ -171,7 +167,7 @@ def explain_no_advice(layout: Layout, memory: GroupMemory) -> str:
 def _fits_alone(layout: Layout, group: str) -> bool:
     """Return whether a group fits on GPUs of its own, as it is or after changes."""
     alone = without_colocation(replace(layout, nodes=None))
-    return memory_of(alone, group).fits or next(_advise(alone, group), None) is not None
+    return memory_of(alone, group).fits or next(advise(alone, group), None) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +199,8 @@ class _Trials:
 
     def is_minimal(self, settings: Mapping[str, Value]) -> bool:
         """Return whether it fits after the changes, and after no fewer of them."""
-        return self.memory_with(settings).fits and not any(
-            self.memory_with(fewer).fits for fewer in _leave_out_each(settings)
-        )
+        each_left_out = ({name: settings[name] for name in settings if name != left_out} for left_out in settings)
+        return self.memory_with(settings).fits and not any(self.memory_with(fewer).fits for fewer in each_left_out)
 
 
 def _find_cheapest(trials: _Trials, level: int) -> Advice | None:
@@ -241,11 +236,6 @@ def _is_possible(layout: Layout, config: Config) -> bool:
 def _sum_without_cache(memory: GroupMemory) -> float:
     """Return the bytes of all items but the cache, which takes whatever there is."""
     return memory.total - memory.items.get("key-value cache", 0.0)
-
-
-def _leave_out_each(settings: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
-    for left_out in settings:
-        yield {name: value for name, value in settings.items() if name != left_out}
 
 
 def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: int) -> Iterator[dict[str, Value]]:

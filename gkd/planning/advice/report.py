@@ -126,7 +126,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
         ahead_settings = {name: value for name, value in settings.items() if name.startswith("schedule.")}
         layout = replace(layout, config=with_settings(layout.config, ahead_settings))
     memory = all_memory(layout)
-    advice = {group.group: advise(layout, group.group) for group in memory}
+    advice = {group.group: list(advise(layout, group.group)) for group in memory}
     scale = factors or Factors()
     ahead = STALENESS[:1] if needs_offload(layout) else STALENESS
     steps = [simulate_layout(layout, staleness, scale) for staleness in ahead]

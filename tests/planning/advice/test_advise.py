@@ -71,7 +71,7 @@ CASES = {
 def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
     overrides, group = CASES[case], case.split(maxsplit=1)[0]
     s = layout_of(*overrides)
-    advice = advise(s, group)
+    advice = list(advise(s, group))
     assert [one.level for one in advice] == sorted({one.level for one in advice})
     assert _memory(layout_of(*overrides, *advice[0].overrides().split()), group).fits
     for one in advice:
@@ -136,7 +136,7 @@ def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
     """Each group's own advice takes all the GPUs that are left of the node."""
     case = ALL["two groups, one GPU left"]
     s = layout_of(*case)
-    own = [advise(s, group)[0].overrides() for group in ("actor", "teacher")]
+    own = [next(advise(s, group)).overrides() for group in ("actor", "teacher")]
     assert not has_room(layout_of(*case, *" ".join(own).split()).config, (8,))
     assert has_room(layout_of(*case, *str(advise_all(s)).split()).config, (8,))
 
@@ -173,7 +173,7 @@ def test_a_plan_tries_few_changes_where_several_groups_do_not_fit(
 def test_advice_keeps_to_the_machines_a_placement_is_for(placement: str) -> None:
     small = layout_of("+recipe=grpo", "model.size=7b", f"placement={placement}", "plan.gpu_type=rtx-4090")
     assert small.nodes is not None
-    advice = advise(small, "actor")
+    advice = list(advise(small, "actor"))
     assert advice
     assert all(has_room(with_settings(small.config, one.settings), small.nodes) for one in advice)
 
@@ -191,7 +191,7 @@ def test_a_reference_of_its_own_excludes_adapters(tmp_path: Path) -> None:
         "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 300
     }))  # fmt: skip
     case = (*GRPO, "plan.gpu_type=a100-40gb", "algorithm.kl.coef=0.1", f"reference.model.path={tmp_path}")
-    advice = advise(layout_of(*case), "actor")
+    advice = list(advise(layout_of(*case), "actor"))
     assert [one.level for one in advice] == [1, 2, 3, 4]
     for one in advice:
         assert _memory(layout_of(*case, *one.overrides().split()), "actor").fits
@@ -201,7 +201,7 @@ def test_what_others_leave_no_room_for_is_told_as_that() -> None:
     shared = layout_of("+recipe=on_policy_distill", "model.size=14b", "teacher.model.size=7b", "placement=single_gpu",
                       "plan.gpu_type=a100-40gb")  # fmt: skip
     assert not _memory(shared, "teacher").fits
-    assert advise(shared, "teacher") == []
+    assert list(advise(shared, "teacher")) == []
     assert contains_in_order(explain_shortage(shared, "teacher").rpartition(";")[2], "GPUs", "GPUs")
 
 
@@ -213,7 +213,7 @@ def test_a_run_is_told_what_groups_that_share_gpus_can_do_together() -> None:
 
 
 def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
-    advice = advise(layout_of(*CASES["actor"]), "actor")
+    advice = list(advise(layout_of(*CASES["actor"]), "actor"))
     assert [one.level for one in advice] == [1, 2, 3, 4, 5]
     assert list(advice[0].settings) == ["actor.max_tokens_per_micro_batch"]
     assert "actor.lora.r" in advice[4].settings
@@ -221,12 +221,12 @@ def test_smaller_micro_batches_come_before_anything_that_trains_less() -> None:
 
 
 def test_what_fits_needs_no_advice() -> None:
-    assert advise(layout_of(*GRPO, "plan.gpu_type=h200"), "actor") == []
+    assert list(advise(layout_of(*GRPO, "plan.gpu_type=h200"), "actor")) == []
 
 
 def test_what_nothing_helps_is_said_to_be_so() -> None:
     hopeless = layout_of("+recipe=grpo", "model.size=405b", "plan.gpu_type=rtx-3060")
-    assert advise(hopeless, "actor") == []
+    assert list(advise(hopeless, "actor")) == []
     assert contains_in_order(explain_shortage(hopeless, "actor").rpartition(";")[2], "model", "GPU")
 
 
@@ -264,7 +264,7 @@ def test_a_run_is_advised_no_more_gpus_than_there_are(gpus: tuple[int, ...], mor
 def test_gpus_that_no_group_has_are_advised_before_the_hosts_memory() -> None:
     """Of eight GPUs the engines have three and no teacher takes the others."""
     s = layout_of("+recipe=grpo", "model.size=7b", "placement=8gpu", "plan.gpu_type=h100-80gb")
-    gpus, moments, weights = advise(s, "actor")[:3]
+    gpus, moments, weights = list(advise(s, "actor"))[:3]
     assert (gpus.settings["trainer.n_gpus_per_node"], gpus.host) == (5, 0)
     assert gpus.slower < 1 < weights.slower
     assert 0 < moments.host < weights.host
@@ -277,7 +277,7 @@ def test_moments_go_to_the_host_before_weights_do() -> None:
         "plan.gpu_type=h100-80gb", "trainer.batch_size=1024", "rollout.n=4", "rollout.max_response_length=8192",
         "plan.prompt_length=500", "plan.response_length=3000",
     )  # fmt: skip
-    moments, weights = advise(s, "actor")[:2]
+    moments, weights = list(advise(s, "actor"))[:2]
     assert moments.settings == {"actor.gradient_checkpointing": True, "actor.offload_optimizer": True}
     assert weights.settings == {"actor.offload_weights": True}
     assert moments.slower < weights.slower and moments.host < weights.host
@@ -287,7 +287,7 @@ def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
     whole = layout_of("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "plan.gpu_type=rtx-4090")
     assert any("trainer.nnodes" in one.settings for one in advise(whole, "actor"))
     for nodes, expected in ((2, set()), (3, {2})):  # one is the rollout's
-        advice = advise(replace(whole, nodes=(8,) * nodes), "actor")
+        advice = list(advise(replace(whole, nodes=(8,) * nodes), "actor"))
         assert advice
         assert {one.settings["trainer.nnodes"] for one in advice if "trainer.nnodes" in one.settings} == expected
 
@@ -301,7 +301,7 @@ def test_a_run_is_advised_no_more_nodes_than_there_are() -> None:
 )
 def test_named_and_shared_gpus_stay_as_many_as_they_are(overrides: tuple[str, ...]) -> None:
     case = ("+recipe=grpo", "model.size=70b", "plan.gpu_type=h100-80gb", "rollout.tensor_parallel_size=8", *overrides)
-    advice = advise(layout_of(*case), "actor")
+    advice = list(advise(layout_of(*case), "actor"))
     assert advice
     for one in advice:
         assert _memory(layout_of(*case, *one.overrides().split()), "actor").fits
@@ -313,8 +313,8 @@ def test_an_engine_that_no_node_holds_is_advised_whole_nodes_as_long_as_there_ar
     (one,) = advise(replace(wide, nodes=(8, 8, 8)), "teacher")
     assert {name.removeprefix("teacher."): value for name, value in one.settings.items()} == whole
     for nodes in ((8, 8), (8, 4, 4)):
-        assert advise(replace(wide, nodes=nodes), "teacher") == []
-    assert advise(layout_of(*CASES["teacher that no node holds"], "teacher.gpus=0-7"), "teacher") == []
+        assert list(advise(replace(wide, nodes=nodes), "teacher")) == []
+    assert list(advise(layout_of(*CASES["teacher that no node holds"], "teacher.gpus=0-7"), "teacher")) == []
     held = layout_of("+recipe=grpo", "model.size=70b", "plan.gpu_type=h100-80gb", "rollout.n_gpus_per_node=8")
     assert not any("rollout.across_nodes" in one.settings for one in advise(held, "rollout"))
 
@@ -331,7 +331,7 @@ def test_on_a_cpu_all_groups_share_its_memory() -> None:
 def test_copies_of_the_student_that_do_not_fit_are_advised_to_be_wider() -> None:
     case = ("+recipe=grpo", "model.size=7b", "trainer.n_gpus_per_node=8", "rollout.n_gpus_per_node=8",
             "plan.gpu_type=h100-80gb")  # fmt: skip
-    advice = advise(layout_of(*case, "actor.fsdp_size=1"), "actor")[0]
+    advice = next(advise(layout_of(*case, "actor.fsdp_size=1"), "actor"))
     assert (advice.level, advice.settings) == (1, {"actor.fsdp_size": 8})
     fits = [_memory(layout_of(*case, f"actor.fsdp_size={size}"), "actor").fits for size in (1, 2, 4, 8)]
     assert fits == [False, False, False, True]

@@ -145,7 +145,7 @@ def test_weight_sync_is_planned_where_it_is_the_worst_moment() -> None:
 
 def test_offloading_is_advised_where_it_is_ruled_out() -> None:
     config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.offload=false"])
-    advice = advise(Layout(config, models_of(config), gpu_hardware(config.plan)), "actor")
+    advice = list(advise(Layout(config, models_of(config), gpu_hardware(config.plan)), "actor"))
     assert "cluster.offload=true" in advice[0].overrides()
 
 
