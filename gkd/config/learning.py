@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -226,53 +226,48 @@ class Algorithm(Settings):
     overlong: Overlong = Overlong()
 
     @model_validator(mode="after")
-    def _rewards_are_learned_from_where_settings_say_how(self) -> Algorithm:
+    def _settings_are_of_what_is_learned_from(self) -> Algorithm:
         if self.reward_weight and not self.distils:
             raise ValueError(
                 f"reward_weight={self.reward_weight:g}: {self.name} has no other loss to be weighed against"
             )
-        self._require_nothing_of_samples()
-        if not self.distils and (unused := [f"loss.{k}={v}" for k, v in find_changed_settings(self.loss).items()]):
+        if self.is_supervised:
+            own = find_changed_settings(self)
+            shares = [f"{name}={own[name]}" for name in ("on_policy_share", "supervised_weight") if name in own]
+            if unused := [*shares, *self._list_changed("loss", "kl")]:
+                raise ValueError(
+                    f"{unused[0]}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
+                )
+        if not self.distils and (unused := self._list_changed("loss")):
             raise ValueError(f"{unused[0]} is about learning from a teacher, and name={self.name} does not")
-        if self.policy_weight:
-            return self
-        unused = [f"overlong.action={self.overlong.action}"] if self.overlong.action == "penalty" else []
+        penalty = ["overlong.action=penalty"] if self.overlong.action == "penalty" else []
         sampling = [] if self.weighs_samples else ["importance_sampling"]
-        for section in ("advantage", "policy", *sampling, "dynamic_sampling"):
-            unused += [
-                f"{section}.{name}={value}" for name, value in find_changed_settings(getattr(self, section)).items()
-            ]
-        if unused:
+        unused = [*penalty, *self._list_changed("advantage", "policy", *sampling, "dynamic_sampling")]
+        if unused and not self.policy_weight:
             raise ValueError(
                 f"{unused[0]} is about learning from rewards, and name={self.name} does not: reward_weight=0"
             )
         return self
 
-    def _require_nothing_of_samples(self) -> None:
-        """Raise ValueError for what is about samples or a teacher where the data's answers alone are learned from."""
-        if not self.is_supervised:
-            return
-        unused = {
-            key: value
-            for key, value in find_changed_settings(self).items()
-            if key in ("on_policy_share", "supervised_weight")
-        }
-        unused |= {f"loss.{name}": value for name, value in find_changed_settings(self.loss).items()}
-        unused |= {f"kl.{name}": value for name, value in find_changed_settings(self.kl).items()}
-        for name, value in unused.items():
-            raise ValueError(
-                f"{name}={value}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
-            )
+    def _list_changed(self, *sections: str) -> list[str]:
+        """Return settings of sections below that are not as they are by default, with their values."""
+        changed = {section: find_changed_settings(getattr(self, section)) for section in sections}
+        return [f"{section}.{name}={value}" for section, own in changed.items() for name, value in own.items()]
+
+    @property
+    def composition(self) -> Any:
+        """What is named: which losses the objective is made of."""
+        return self.registry.load(self.name)
 
     @property
     def distils(self) -> bool:
         """Whether a divergence from the teacher is part of the loss."""
-        return bool(self.registry.load(self.name).distils)
+        return bool(self.composition.distils)
 
     @property
     def is_supervised(self) -> bool:
         """Whether the cross-entropy on the data's own answers is the loss, for which nothing is sampled."""
-        return bool(self.registry.load(self.name).supervised)
+        return bool(self.composition.supervised)
 
     @property
     def learns_answers(self) -> bool:
@@ -292,7 +287,7 @@ class Algorithm(Settings):
     @property
     def ratio(self) -> Literal["token", "sequence"]:
         """Whether importance ratios of the policy-gradient loss are of tokens or of responses."""
-        default: Literal["token", "sequence"] = self.registry.load(self.name).ratio
+        default: Literal["token", "sequence"] = self.composition.ratio
         return self.policy.ratio or default
 
     @property
