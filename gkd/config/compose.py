@@ -72,21 +72,17 @@ def compose(overrides: Sequence[str]) -> Config:
     values = [override for override in parsed if override.key_or_group not in groups()]
     _drop_own_of_replaced(stored, values)
 
-    def compose_with(task: Mapping[str, str]) -> Config:
-        return load(
-            _tree(
-                [_compose_groups(**{"placement": "auto", **below, **task}), stored, _compose_groups(**above)],
-                values,
-            )
-        )
+    def compose_with(**task: str) -> Config:
+        composed = _compose_groups(**{"placement": "auto", **below, **task})
+        return load(_tree([composed, stored, _compose_groups(**above)], values))
 
-    config = compose_with({})
+    config = compose_with()
     if config.uses_task and "task" not in below:
         by_token = config.algorithm.distils or config.algorithm.is_supervised
         task = TASKS.load(config.data.task or TASKS.names()[0])
         choice = getattr(task, "token_settings" if by_token else "reward_settings", None)
         if choice is not None:
-            config = compose_with({"task": choice})
+            config = compose_with(task=choice)
     return config
 
 
@@ -124,11 +120,9 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
             raise ConfigError(f"{file} does not fit: {key} is a section of settings, not {values[key]!r}")
     for group, choice in chosen.items():
         if choice not in (None, "none", *choices[group]):
-            choices_text = f"{suggest(str(choice), choices[group])}; there are {', '.join(choices[group])}"
-            raise ConfigError(f"{file}: {group}={choice}: no such choice{choices_text}")
-    return {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}, _with_text_names(
-        escape(values)
-    )
+            raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
+    named = {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}
+    return named, _with_text_names(escape(values))
 
 
 def _with_text_names(value: Any) -> Any:
@@ -300,8 +294,11 @@ def _check_choice(override: Override, choices: list[str], several: bool = False)
     choice = override.value()
     for value in choice if several and isinstance(choice, list) else [choice]:
         if value not in choices:
-            choices_text = f"{suggest(str(value), choices)}; there are {', '.join(choices)}"
-            raise ConfigError(f"{override.key_or_group}={value}: no such choice{choices_text}")
+            raise ConfigError(_explain_no_choice(override.key_or_group, value, choices))
+
+
+def _explain_no_choice(group: str, choice: Any, choices: list[str]) -> str:
+    return f"{group}={choice}: no such choice{suggest(str(choice), choices)}; there are {', '.join(choices)}"
 
 
 def _choice_text(value: Any) -> str:

@@ -42,15 +42,8 @@ def rates(config: Config) -> Rates:
 
 def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
-    for doubt in (
-        *_idle_pools(config),
-        _learning_rate(config),
-        _warmup(config),
-        _mini_batch(config),
-        _staleness(config),
-    ):
-        if doubt is not None:
-            yield doubt
+    yield from _idle_pools(config)
+    yield from filter(None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness)))
 
 
 def _idle_pools(config: Config) -> Iterator[str]:
