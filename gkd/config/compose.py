@@ -24,15 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config import Config, hint, load, settings, suggest
 from gkd.config.base import GROUP_OF, escape, quote, user_path
 from gkd.config.data import TASKS
-from gkd.config.loading import (
-    CONF_DIR,
-    is_text,
-    make_unknown_error,
-    names_file,
-    open_sections,
-    plain_name,
-    read_yaml,
-)
+from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, names_file, open_sections, plain_name, read_yaml
 from gkd.config.open import OpenSections
 from gkd.config.overrides import keep_name
 from gkd.config.registry import make_absolute, shorten_name

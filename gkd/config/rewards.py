@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    Field,
-    PrivateAttr,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, create_model, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSections

@@ -14,14 +14,7 @@ from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.device import Device
 from gkd.config.evaluation import Evaluate
-from gkd.config.groups import (
-    Model,
-    Reference,
-    RewardModel,
-    Rollout,
-    Teacher,
-    Trainer,
-)
+from gkd.config.groups import Model, Reference, RewardModel, Rollout, Teacher, Trainer
 from gkd.config.learning import Algorithm
 from gkd.config.plan import Plan
 from gkd.config.rewards import Reward

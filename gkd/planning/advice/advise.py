@@ -17,15 +17,7 @@ from gkd.config import Config, Engine, load
 from gkd.config.device import GB
 from gkd.errors import ConfigError
 from gkd.planning.advice.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
-from gkd.planning.layout import (
-    Layout,
-    Models,
-    cpu_hardware,
-    gpu_hardware,
-    has_room,
-    with_settings,
-    without_colocation,
-)
+from gkd.planning.layout import Layout, Models, cpu_hardware, gpu_hardware, has_room, with_settings, without_colocation
 from gkd.planning.memory.colocation import all_memory, groups_that_do_not_fit, memory_of, needs_offload
 from gkd.planning.memory.pools import GroupMemory, cache_gb_of, slots_of
 from gkd.planning.simulation.stages import quick_step_s, stages_of
@@ -308,10 +300,7 @@ def plan_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str
 
 
 def _layouts(
-    config: Config,
-    models: Models,
-    gpu_bytes_by_group: Mapping[str, float] | None,
-    gpus_of_nodes: Sequence[int] = (),
+    config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None, gpus_of_nodes: Sequence[int] = ()
 ) -> dict[str | None, Layout]:
     """Return what to plan, by the group whose GPU it is on; None: all on a CPU."""
     if gpu_bytes_by_group is None:
