@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 def user_path(text: str) -> Path:
@@ -91,30 +90,16 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
     )
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _convert_values(cls, values: Any) -> Any:
+    def _convert_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Convert a text where a list of texts is expected to a list of one, and 1e3 where a whole number is to one."""
-        if not isinstance(values, dict):
-            return values
-        lists, integers = _fields_to_convert(cls)
-        texts = {name: [value] for name, value in values.items() if name in lists and isinstance(value, str)}
-        whole = {
-            name: int(value)
-            for name, value in values.items()
-            if name in integers and isinstance(value, float) and value.is_integer()
-        }
-        return {**values, **texts, **whole}
-
-
-@cache
-def _fields_to_convert(section: type[Settings]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the fields of a section that are a list of texts and no text, and those that are an int and no float."""
-    kinds = {name: _kinds(field.annotation) for name, field in section.model_fields.items()}
-    return (
-        frozenset(name for name, own in kinds.items() if list[str] in own and str not in own),
-        frozenset(name for name, own in kinds.items() if int in own and float not in own),
-    )
+        if not isinstance(value, str | float):
+            return value
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, str):
+            return [value] if list[str] in kinds and str not in kinds else value
+        return int(value) if value.is_integer() and int in kinds and float not in kinds else value
 
 
 def _kinds(annotation: Any) -> list[Any]:
