@@ -154,32 +154,23 @@ def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()
     Distributed as those ``seen``, where there are any, and cut at the limit, too.
     """
     workload, config = layout.workload(), layout.config
-    lengths = (
-        _draw_like(tuple(seen), config.rollout.max_response_length, n, workload.samples)
-        if seen
-        else _lognormal(
-            workload.response,
-            config.rollout.max_response_length,
-            config.plan.response_spread if config.plan.response_length else 0.0,
-            n,
-            workload.samples,
-        )
-    )
+    spread = config.plan.response_spread if config.plan.response_length else 0.0
+    limit = config.rollout.max_response_length
+    lengths = _distribute(tuple(seen), workload.response, limit, spread, n, workload.samples)
     return [lengths[i] for i in np.random.default_rng(step).permutation(n)]
 
 
 @cache
-def _draw_like(seen: tuple[int, ...], limit: float, n: int, n_real: int) -> tuple[float, ...]:
-    shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
-    drawn = np.quantile(seen, shares, method="inverted_cdf")
-    return tuple(float(length) for length in np.minimum(drawn, limit))
-
-
-@cache
-def _lognormal(mean: float, limit: float, spread: float, n: int, n_real: int) -> tuple[float, ...]:
-    if not spread or mean >= limit:
+def _distribute(
+    seen: tuple[int, ...], mean: float, limit: float, spread: float, n: int, n_real: int
+) -> tuple[float, ...]:
+    """Return ``n`` lengths of a distribution, from short to long, the last as long as the longest of ``n_real``."""
+    if not seen and (not spread or mean >= limit):
         return (mean,) * n
     shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
+    if seen:
+        drawn = np.quantile(seen, shares, method="inverted_cdf")
+        return tuple(float(length) for length in np.minimum(drawn, limit))
     drawn = np.exp(spread * np.array([NormalDist().inv_cdf(share) for share in shares]))
     low, high = 0.0, limit / drawn.min()
     for _ in range(50):
