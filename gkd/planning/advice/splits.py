@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.cluster.layout.nodes import GroupRequest, Node, idle_nodes, solve
 from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel, Scorer
 from gkd.errors import ConfigError
 from gkd.planning.advice.changes import overrides
@@ -24,6 +23,7 @@ from gkd.planning.layout import (
     GPU_SETTINGS,
     Layout,
     gpu_hardware,
+    has_room,
     models_of,
     placement_defaults,
     with_settings,
@@ -55,18 +55,11 @@ WORTH = 0.95  # of the time of a step now, beyond which another split is not wor
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Holds a pool that fits: its form, its engines' width, and its seconds (of an actor: with the weight sync)."""
+    """Holds a pool that fits, its seconds (of an actor: with the weight sync) and those of its last sample."""
 
-    n_gpus: int
-    nnodes: int
-    tensor_parallel: int
+    pool: Pool
     seconds: float
     tail: float = 0.0
-
-    @property
-    def total(self) -> int:
-        """Count its GPUs."""
-        return self.n_gpus * self.nnodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +93,9 @@ def best_splits(
     base, scale = without_colocation(layout), factors or Factors()
     sizes = {section: _list_sizes(base, section, n_gpus - len(sections) + 1, n_gpus, scale) for section in sections}
     a_node = layout.config.plan.gpus_per_node
-    nodes = idle_nodes([min(a_node, n_gpus - first) for first in range(0, n_gpus, a_node)])
+    nodes = [min(a_node, n_gpus - first) for first in range(0, n_gpus, a_node)]
     ahead = staleness > 0 or streams(base)
-    placeable = (mix for mix in _quickest_mixes(sizes, n_gpus, ahead) if _fits_on(nodes, mix))
+    placeable = (mix for mix in _quickest_mixes(sizes, n_gpus, ahead) if has_room(_with_pools(base.config, mix), nodes))
     splits = [_split(layout, base, mix, staleness, scale) for mix in itertools.islice(placeable, SIMULATED)]
     if not splits:
         raise ConfigError(f"--best {n_gpus}: no split of so many GPUs both fits in memory and on nodes")
@@ -116,9 +109,8 @@ def best_splits(
     return sorted(chosen, key=lambda split: split.step.seconds)
 
 
-def _fits_on(nodes: list[Node], mix: dict[str, PoolSize]) -> bool:
-    requests = [GroupRequest(s, s, size.n_gpus, size.nnodes, None, size.tensor_parallel) for s, size in mix.items()]
-    return solve(requests, nodes, 0.0) is not None
+def _with_pools(config: Config, mix: dict[str, PoolSize]) -> Config:
+    return with_settings(config, {section: size.pool for section, size in mix.items()})
 
 
 def _list_shapes(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
@@ -153,7 +145,7 @@ def _list_sizes(layout: Layout, section: str, most: int, n_gpus: int, factors: F
         if section == "teacher" and n * nnodes // tp < len(layout.config.teacher.models):
             continue
         if isinstance(tried, Engine) or pool_memory(layout, group, tried).fits:
-            sizes.append(_measure(layout, group, tried, tp, factors))
+            sizes.append(_measure(layout, group, tried, factors))
     if not sizes:
         raise ConfigError(
             f"--best: {group} fits on none of these GPUs, however many of {most}; see the plan without --best"
@@ -169,17 +161,14 @@ def _engine_fits(layout: Layout, section: str, pool: Engine, tp: int) -> bool:
     return pool_memory(layout, section, tried).fits
 
 
-def _measure(layout: Layout, group: str, pool: Pool, tp: int, factors: Factors) -> PoolSize:
-    n, nnodes, tail = pool.n_gpus_per_node, pool.nnodes, 0.0
+def _measure(layout: Layout, group: str, pool: Pool, factors: Factors) -> PoolSize:
     if isinstance(pool, Scorer | RewardModel):
-        seconds = score_s(layout, group, pool) * factors.score
         tail = score_one_s(layout, group, pool) * factors.score
-    elif isinstance(pool, Engine):
-        seconds = generate_s(layout, pool) * factors.generate
-    else:
-        world = pool.n_workers
-        seconds = update_s(layout, world, nnodes) * factors.update + sync_s(layout, world) * factors.sync
-    return PoolSize(n, nnodes, tp, seconds, tail)
+        return PoolSize(pool, score_s(layout, group, pool) * factors.score, tail)
+    if isinstance(pool, Engine):
+        return PoolSize(pool, generate_s(layout, pool) * factors.generate)
+    world = pool.n_workers
+    return PoolSize(pool, update_s(layout, world, pool.nnodes) * factors.update + sync_s(layout, world) * factors.sync)
 
 
 def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:
@@ -199,9 +188,9 @@ def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) 
         if ahead:
             longer = np.maximum(sampled, actor.seconds)
             step = longer + NOT_HIDDEN * (step - longer)
-        fitting = np.flatnonzero(sampling.totals + actor.total <= n_gpus)
+        fitting = np.flatnonzero(sampling.totals + actor.pool.n_workers <= n_gpus)
         quickest = fitting[np.argsort(step[fitting], kind="stable")[:TRIED]]
-        candidates += [(float(step[i]), int(sampling.totals[i]) + actor.total, a, int(i)) for i in quickest]
+        candidates += [(float(step[i]), int(sampling.totals[i]) + actor.pool.n_workers, a, int(i)) for i in quickest]
     scorers = [section for section in sizes if section not in ("trainer", "rollout")]
     for _, _, a, i in heapq.nsmallest(TRIED, candidates):
         chosen = dict(zip([*scorers, "rollout"], sampling.chosen[i], strict=True))
@@ -228,7 +217,7 @@ class _Mixes:
         """Return every combination with one more group; of those with equally many GPUs only the fastest are kept."""
         seconds = np.maximum(self.seconds[:, None], [s.seconds for s in sizes]).ravel()
         tails = np.maximum(self.tails[:, None], [s.tail for s in sizes]).ravel()
-        totals = (self.totals[:, None] + np.array([s.total for s in sizes])).ravel()
+        totals = (self.totals[:, None] + np.array([s.pool.n_workers for s in sizes])).ravel()
         order = np.lexsort((seconds + tails, totals))
         starts = np.r_[0, np.flatnonzero(np.diff(totals[order])) + 1]
         place = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
@@ -240,17 +229,17 @@ class _Mixes:
 def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: int, factors: Factors) -> Split:
     settings = placement_defaults(layout.config)
     for section, size in mix.items():
-        pool = getattr(layout.config, section)
-        settings |= {f"{section}.{name}": None for name in GPU_SETTINGS if getattr(pool, name) is not None}
-        settings[f"{section}.n_gpus_per_node"] = size.n_gpus
-        if size.nnodes != 1 or pool.nnodes != 1:
-            settings[f"{section}.nnodes"] = size.nnodes
-        if isinstance(pool, Engine) and size.tensor_parallel != pool.tensor_parallel_size:
-            settings[f"{section}.tensor_parallel_size"] = size.tensor_parallel
+        now, pool = getattr(layout.config, section), size.pool
+        settings |= {f"{section}.{name}": None for name in GPU_SETTINGS if getattr(now, name) is not None}
+        settings[f"{section}.n_gpus_per_node"] = pool.n_gpus_per_node
+        if pool.nnodes != 1 or now.nnodes != 1:
+            settings[f"{section}.nnodes"] = pool.nnodes
+        if isinstance(pool, Engine) and pool.tensor_parallel_size != now.tensor_parallel_size:
+            settings[f"{section}.tensor_parallel_size"] = pool.tensor_parallel_size
     split = replace(base, config=with_settings(base.config, settings))
     step = simulate_layout(split, staleness, factors)
     stages = replace(factors.apply(stages_of(split)), generate=step.generate)
-    return Split(settings, {GROUP_OF[section]: size.total for section, size in mix.items()}, stages, step)
+    return Split(settings, {GROUP_OF[section]: size.pool.n_workers for section, size in mix.items()}, stages, step)
 
 
 def faster_split(config: Config, directory: Path, requested: Engine) -> str:

@@ -126,12 +126,12 @@ def test_on_four_thousand_gpus_a_pool_is_measured_once_a_size_and_few_splits_are
 
         monkeypatch.setattr(advice, name, counted)
 
-    for name in ("_measure", "pool_memory", "simulate_layout", "solve"):
+    for name in ("_measure", "pool_memory", "simulate_layout", "has_room"):
         count(name)
     splits = best_splits(layout_of(*LARGE, "algorithm.kl.coef=0.1"), 4096)
     assert calls["_measure"] <= 4 * (7 + 512 + 7)
     assert calls["pool_memory"] <= 7 + 512 + 7 + 3 * len(advice.WIDTHS)
-    assert calls["simulate_layout"] <= advice.SIMULATED and calls["solve"] <= advice.TRIED
+    assert calls["simulate_layout"] <= advice.SIMULATED and calls["has_room"] <= advice.TRIED
     assert len(splits) == 3
     assert all(set(split.gpus) == {"actor", "rollout", "teacher", "reference"} for split in splits)
     assert splits[0].step.seconds <= splits[1].step.seconds <= splits[2].step.seconds
