@@ -63,11 +63,8 @@ def _matches(setting: Setting, word: str) -> bool:
         or re.search(rf"\b{re.escape(word)}", setting.meaning.lower())
     ):
         return True
-    return any(setting.name in _dotted_names(ours) for theirs, ours in ELSEWHERE.items() if word == theirs.lower())
-
-
-def _dotted_names(text: str) -> list[str]:
-    return re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", text)
+    meant = " ".join(ours for theirs, ours in ELSEWHERE.items() if word == theirs.lower())
+    return setting.name in re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", meant)
 
 
 def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:

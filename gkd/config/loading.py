@@ -84,8 +84,10 @@ def load(tree: Mapping[str, Any]) -> Config:
     for key, text in _texts(tree, ""):
         if not is_text(text):
             raise ConfigError(f"{key}={text!r}: is no text that a file could hold")
+    if isinstance(reward := tree.get("reward", {}), Mapping):
+        tree = {**tree, "reward": {**reward, "set_functions": find_set_functions(tree)}}
     try:
-        config = Config.model_validate(_with_set_functions(tree))
+        config = Config.model_validate(tree)
         require_together(config)
     except ValidationError as error:
         raise _error(error) from None
@@ -94,14 +96,6 @@ def load(tree: Mapping[str, Any]) -> Config:
     if config.actor.lr is not None:
         return config
     return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rates(config).usual})})
-
-
-def _with_set_functions(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree whose section ``reward`` takes the settings of the rewards that sets name, too."""
-    reward = tree.get("reward", {})
-    if not isinstance(reward, Mapping):
-        return dict(tree)
-    return {**tree, "reward": {**reward, "set_functions": find_set_functions(tree)}}
 
 
 def _error(error: ValidationError) -> ConfigError:

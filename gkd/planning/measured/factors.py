@@ -85,7 +85,8 @@ def _fit_timings(rows: list[dict[str, Any]], ran: Layout, simulated: Step) -> tu
     These have waits in them where stages overlap, as with streaming or samples that are ahead.
     """
     planned = stages_of(ran)
-    seconds = {name: _median(rows, name) for name in ("generate", "score", "update")}
+    stages = ("generate", "score", "update")
+    seconds = {name: median(row.get(f"timing_s/{name}", 0.0) for row in rows) for name in stages}
     generate, score = _ratio(seconds["generate"], simulated.generate), 1.0
     scoring = max(planned.score, planned.reference, planned.reward)
     if scoring and seconds["score"] > SCORING_LED * seconds["generate"]:
@@ -133,10 +134,6 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"--from {path}: metrics.jsonl has a {odd[0]} that is no number")
     rows, disturbed = rows[1:] or rows, disturbed_steps(path)
     return [row for row in rows if row.get("step") not in disturbed] or rows
-
-
-def _median(rows: list[dict[str, Any]], stage: str) -> float:
-    return float(median(row.get(f"timing_s/{stage}", 0.0) for row in rows))
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> int | None:

@@ -91,10 +91,9 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     if not shape.plain_head:  # autograd: a gradient beside the logits, and a chunk's of the head beside two sums
         logits, head_gradient = logits + chunk * shape.vocabulary * c, 3 * head_gradient
     stream = c * shape.hidden * micro.tokens
-    recomputed = (
-        max(saved_activations(shape, c, lora.r or 0).layers) * micro.tokens if actor.gradient_checkpointing else 0
-    )
-    working = stream + recomputed + _backward_bytes(shape, c) * micro.tokens
+    recomputed = max(saved_activations(shape, c, lora.r).layers) * micro.tokens if actor.gradient_checkpointing else 0
+    # Gradients of a layer's feed-forward part (both factors of the product) and of the residual stream.
+    working = stream + recomputed + c * (2 * shape.widest_mlp + shape.hidden) * micro.tokens
     quantized = lora.quantize is not None
     reduced = (c + F32) * shape.largest_layer if training.sharded and lora.r is None else 0
     # The present one and the next; of 4-bit ones a matrix at a time.
@@ -149,7 +148,7 @@ def _persistent_items(shape: ModelShape, training: Training, offloaded: Offloade
 def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, float]:
     """Return gathered weights, and what is kept for the backward pass."""
     c = training.compute
-    kept = saved_activations(shape, c, training.lora.r or 0)
+    kept = saved_activations(shape, c, training.lora.r)
     a_token = kept.outside
     for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
         a_token += layers.count * (c * shape.hidden if training.config.actor.gradient_checkpointing else layer_bytes)
@@ -205,20 +204,20 @@ class SavedActivations:
     outside: float
 
 
-def saved_activations(shape: ModelShape, c: int, lora_r: int = 0) -> SavedActivations:
+def saved_activations(shape: ModelShape, c: int, lora_r: int | None = None) -> SavedActivations:
     """Return what a forward pass without gradient checkpointing keeps for its backward pass.
 
     With an adapter of rank ``lora_r`` norms are frozen and keep less, and every adapted matrix keeps r numbers more.
     """
     rope = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * c
     # The final norm and its result; ids and positions are int64, one each.
-    outside = _norm(shape, shape.hidden, c, lora_r > 0) + c * shape.hidden + rope + 16
+    outside = _norm(shape, shape.hidden, c, lora_r is not None) + c * shape.hidden + rope + 16
     return SavedActivations(tuple(_layer(shape, kind, c, lora_r) for kind in shape.layers), outside)
 
 
-def _layer(shape: ModelShape, layers: Layers, c: int, lora_r: int) -> float:
-    frozen = lora_r > 0
-    adapters = c * lora_r * sum(w.linear for w in layers.weights)
+def _layer(shape: ModelShape, layers: Layers, c: int, lora_r: int | None) -> float:
+    frozen = lora_r is not None
+    adapters = c * (lora_r or 0) * sum(w.linear for w in layers.weights)
     norms = shape.norms * _norm(shape, shape.hidden, c, frozen)
     inputs = 2 * c * shape.hidden  # of the projections to queries, keys and values, and of the feed-forward part
     return norms + inputs + _attention(shape, c, frozen) + _mlp(shape, layers, c) + adapters
@@ -256,14 +255,6 @@ def _mlp(shape: ModelShape, layers: Layers, c: int) -> float:
         return float(c * numbers)
     # Every expert gathers its tokens, and its result is weighed; the router's probabilities are float32.
     return c * (numbers + experts.per_token * 2 * shape.hidden) + 2 * F32 * experts.count
-
-
-def _backward_bytes(shape: ModelShape, c: int) -> float:
-    """Return the bytes a token that the backward pass of a layer needs beside what is kept.
-
-    They are the gradients of its feed-forward part (both factors of the product) and of the residual stream.
-    """
-    return c * (2 * shape.widest_mlp + shape.hidden)
 
 
 def logit_bytes(config: Config, vocabulary: int, chunk: int, c: int, on_cpu: bool = True) -> float:

@@ -33,7 +33,9 @@ def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = No
     None: of a few, or of as many as have paces of their own, after those until the long run.
     """
     steps = max(MEASURED, len(run.paces)) if steps is None else steps
-    first = steps_to_steady_state(run.max_staleness) if first is None else first
+    # What may be sampled ahead of the first update is drained before it: the groups behind the engines begin with a
+    # lead, which lasts for several steps.
+    first = WARM_UP + LEAD * run.max_staleness if first is None else first
     simulation = _Simulation(run, first + steps)
     simulation.run_all()
     ends = [0.0, *simulation.ends]
@@ -44,15 +46,6 @@ def simulate(run: SimulatedRun, steps: int | None = None, first: int | None = No
     scored = fmean(batch.scored - batch.requested for batch in measured)
     seconds = (ends[first + steps] - ends[first]) / steps
     return Step(run.max_staleness, seconds, busy, max(busy, key=lambda name: busy[name]), generated, scored)
-
-
-def steps_to_steady_state(max_staleness: int) -> int:
-    """Return after how many steps a run does as it will go on doing.
-
-    All that may be sampled ahead of the first update is drained before it, so the groups behind the engines begin with
-    a lead, which lasts for several steps.
-    """
-    return WARM_UP + LEAD * max_staleness
 
 
 class _Simulation:
