@@ -64,7 +64,7 @@ def check_reward_model(path: str, setting: str) -> str:
 def _read_config(path: str, setting: str, mapping: str) -> tuple[Path, dict[str, Any]]:
     """Return the directory of the model at ``path`` and its config.json; ``mapping`` as in _require_no_code."""
     directory = Path(resolve_model(path, setting))
-    config = _read_json(directory / "config.json", f"{setting}={path}")
+    config = read_json(directory / "config.json", f"{setting}={path}")
     _require_no_code(config, f"{setting}={path}", mapping)
     return directory, config
 
@@ -91,7 +91,8 @@ def _remedy(directory: Path) -> str:
     return ""
 
 
-def _read_json(file: Path, name: str) -> dict[str, Any]:
+def read_json(file: Path, name: str) -> dict[str, Any]:
+    """Read a file of a model's directory. Raises ConfigError where it is missing, or holds no object."""
     if not file.exists():
         raise ConfigError(f"{name}: has no {file.name}, so it is no Hugging Face model directory{_remedy(file.parent)}")
     try:
@@ -135,7 +136,7 @@ def _check_weights(directory: Path, name: str) -> None:
     index = directory / "model.safetensors.index.json"
     files = sorted(directory.glob("*.safetensors"))
     if index.exists():
-        weight_map = _read_json(index, name).get("weight_map")
+        weight_map = read_json(index, name).get("weight_map")
         if not (isinstance(weight_map, dict) and weight_map and all(isinstance(f, str) for f in weight_map.values())):
             raise ConfigError(f"{name}: its {index.name} has no weight_map from names of weights to files")
         present = {file.name for file in files}

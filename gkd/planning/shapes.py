@@ -9,15 +9,14 @@ a whole plan takes 0.9 s, and works where neither is installed. tests/planning/t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from gkd.config import user_path
 from gkd.data.model_info import EXPERTS, longrope_positions
+from gkd.data.tokenizer import read_json, resolve_model
 from gkd.errors import ConfigError
 
 Norm = Literal["rms", "gemma", "layer"]
@@ -228,31 +227,12 @@ def read_shape(path: str, setting: str) -> ModelShape:
 
     Raises ConfigError, naming ``setting``, where there is no config.json or a number is missing or wrong in it.
     """
-    file = _config_file(path, setting)
     try:
-        return shape_of(json.loads(file.read_text(encoding="utf-8")))
+        return shape_of(read_json(Path(resolve_model(path, setting)) / "config.json", f"{setting}={path}"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={path}: config.json cannot be read: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{setting}={path}: config.json has no {error.args[0]}") from None
-
-
-def _config_file(path: str, setting: str) -> Path:
-    directory = user_path(path)
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"{setting}={path}: there is no config.json in it")
-        return directory / "config.json"
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(path, "config.json")
-    except HFValidationError:
-        cached = None
-    if not isinstance(cached, str):
-        raise ConfigError(f"{setting}={path}: no such directory, and no model of that name in the local cache")
-    return Path(cached)
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
