@@ -28,6 +28,7 @@ MOST_CHANGES = 4
 CACHE = (".gpu_memory_utilization", ".kv_cache_gb")  # whose larger or smaller values may be what helps
 # Their smallest pieces, and several ranks, also cost something: sums of gradients in pieces, NCCL's buffers.
 NOT_FREE = ("actor.loss_chunk", "actor.max_tokens_per_micro_batch", "trainer.n_gpus_per_node", "trainer.nnodes")
+NOT_AHEAD: Mapping[str, Any] = {"schedule.max_staleness": 0, "schedule.in_flight": False}
 SHARES = (0.6, 0.5, 0.4, 0.3)  # of the gpu_memory_utilization of engines on the same GPUs
 
 
@@ -281,10 +282,7 @@ def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
 
     What is offloaded while engines sample cannot learn meanwhile: where memory decided so nothing is sampled ahead.
     """
-    settings: dict[str, Any] = {"cluster.offload": offload}
-    if offload and config.cluster.offload_is_auto:
-        settings |= {"schedule.max_staleness": 0, "schedule.in_flight": False}
-    return settings
+    return {"cluster.offload": offload, **(NOT_AHEAD if offload and config.cluster.offload_is_auto else {})}
 
 
 def plan_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:

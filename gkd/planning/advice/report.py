@@ -12,14 +12,7 @@ from rich.table import Table
 
 from gkd.config.device import GB
 from gkd.config.registry import shorten_name
-from gkd.planning.advice.advise import (
-    Advice,
-    advise,
-    advise_all,
-    advise_by_memory,
-    explain_no_advice,
-    settings_with_offload,
-)
+from gkd.planning.advice.advise import NOT_AHEAD, Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
 from gkd.planning.layout import Layout, with_settings
@@ -122,9 +115,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
     """
     require_transfer(layout)
     if needs_offload(layout) and layout.config.schedule.max_staleness:
-        settings = settings_with_offload(layout.config, True)
-        ahead_settings = {name: value for name, value in settings.items() if name.startswith("schedule.")}
-        layout = replace(layout, config=with_settings(layout.config, ahead_settings))
+        layout = replace(layout, config=with_settings(layout.config, NOT_AHEAD))
     memory = all_memory(layout)
     advice = {group.group: list(advise(layout, group.group)) for group in memory}
     scale = factors or Factors()

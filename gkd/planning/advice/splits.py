@@ -176,7 +176,7 @@ def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) 
 
     ``ahead``: actor and engines work at the same time, else one after the other.
     """
-    scoring = _Mixes.make_empty()
+    scoring = _Mixes(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros((1, 0), np.int64))  # of no group
     for section, of in sizes.items():
         if section not in ("trainer", "rollout"):
             scoring = scoring.join_group(of, n_gpus)
@@ -207,11 +207,6 @@ class _Mixes:
     tails: Floats
     totals: NDArray[np.int64]
     chosen: NDArray[np.int64]
-
-    @staticmethod
-    def make_empty() -> _Mixes:
-        """Return the combination of no groups."""
-        return _Mixes(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
 
     def join_group(self, sizes: list[PoolSize], most: int) -> _Mixes:
         """Return every combination with one more group; of those with equally many GPUs only the fastest are kept."""
