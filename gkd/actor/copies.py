@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gkd.actor.optimizer import take_local
 
@@ -26,11 +28,16 @@ class Copies:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, device: str, world: int, size: int) -> Copies:
-        """Return those of ``world`` ranks, of which ``size`` neighbours hold a copy. A collective."""
+    def join(cls, device: str, world: int, size: int, limit: datetime.timedelta) -> Copies:
+        """Return those of ``world`` ranks, of which ``size`` neighbours hold a copy. A collective.
+
+        Ranks wait for each other for ``limit`` at most, as in the group of all of them.
+        """
         if size == world:
             return cls(1, 0, dist.device_mesh.init_device_mesh(device, (world,)))
         whole = dist.device_mesh.init_device_mesh(device, (world // size, size), mesh_dim_names=("copies", "shards"))
+        for group in whole.get_all_groups():  # which torch gives half an hour
+            _set_pg_timeout(limit, group)
         return cls(world // size, whole.get_local_rank("copies"), whole["shards"], whole.get_group("copies"))
 
     @torch.no_grad()

@@ -61,17 +61,20 @@ class ActorWorker:
             store=self.store,
             rank=self.rank,
             world_size=self.world,
-            # Ranks wait for each other while rank 0 reads the model as well; the driver has a limit for each of both.
-            timeout=datetime.timedelta(
-                seconds=max(self.config.trainer.update_timeout_s, self.config.cluster.start_timeout_s)
-            ),
+            timeout=self._collective_limit,
         )
+
+    @property
+    def _collective_limit(self) -> datetime.timedelta:
+        """Time that ranks wait for each other, also while one reads the model; the driver has a limit for each."""
+        config = self.config
+        return datetime.timedelta(seconds=max(config.trainer.update_timeout_s, config.cluster.start_timeout_s))
 
     def load(self) -> int:
         """Read the student and shard it over the ranks. Returns its number of parameters."""
         torch.manual_seed(self.config.trainer.seed)
         actor = self.config.actor
-        copies = Copies.join(self.device.type, self.world, actor.fsdp_size or self.world)
+        copies = Copies.join(self.device.type, self.world, actor.fsdp_size or self.world, self._collective_limit)
         student = load_sharded(
             self.model_path, copies.mesh, self.device, self.dtype,
             actor.gradient_checkpointing, actor.lora, actor.offload_weights, self._fuse,

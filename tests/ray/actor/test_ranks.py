@@ -81,6 +81,21 @@ def test_gradients_that_one_copy_lacks_are_those_of_the_others(ranks: dict[int, 
     ranks[2].become(model_path, config())
 
 
+def test_ranks_of_a_copy_wait_for_each_other_as_long_as_all_do(ranks: dict[int, Ranks], model_path: str) -> None:
+    """Also while one of them reads a large model from a slow disk."""
+
+    def read_limits(worker: ActorWorker) -> list[float]:
+        copies = worker.trainer.copies
+        backends = [group._get_backend(torch.device("cpu")) for group in (copies.mesh.get_group(), copies.group)]
+        return [backend.options._timeout.total_seconds() for backend in backends]
+
+    settings = config(2, fsdp_size=1)
+    patient = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"update_timeout_s": 4000.0})})
+    ranks[2].become(model_path, patient)
+    assert ray.get([w.__ray_call__.remote(read_limits) for w in ranks[2].workers], timeout=60) == [[4000.0] * 2] * 2
+    ranks[2].become(model_path, config())
+
+
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (4, 2)])
 def test_copies_of_the_student_train_as_one(
     ranks: dict[int, Ranks], world: int, size: int, model_path: str, tmp_path: Path
