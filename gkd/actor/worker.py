@@ -53,6 +53,8 @@ class ActorWorker:
     def join(self, host: str, port: int) -> None:
         """Meet the other ranks. Raises RunFailed when they do not come within cluster.start_timeout_s."""
         limit = datetime.timedelta(seconds=self.config.cluster.start_timeout_s)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(0)  # the only one that is visible; torch would warn that it has to guess
         if self.rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -7,10 +7,11 @@ Takes torch's place for third-party devices, for the life of the process: for a 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -215,11 +216,15 @@ class Module:
     """What torch asks ``torch.other`` for, as it asks ``torch.cuda``."""
 
     Stream, Event = Stream, Event
-    is_initialized = is_available = staticmethod(lambda: True)
+    chosen: ClassVar[list[int]] = []
+    """Devices that were chosen. Nothing runs on one before."""
+    is_initialized = staticmethod(lambda: bool(Module.chosen))
+    is_available = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
-    set_device = manual_seed_all = staticmethod(lambda _: None)
+    set_device = chosen.append
+    manual_seed_all = staticmethod(lambda _: None)
     stream = staticmethod(lambda stream: stream)
     current_stream = staticmethod(lambda *_: Stream())
     synchronize = staticmethod(lambda *_: arrive())
@@ -248,13 +253,15 @@ def varlen_attn(
 
 
 def set_up() -> None:
-    """Register the device. Collectives on it are gloo's."""
+    """Register the device. Collectives on it are gloo's; torch need not guess which device is a rank's."""
+    warnings.filterwarnings("error", message="It seems like you did not set/select the default device")
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.cuda._lazy_init = lambda: None  # type: ignore[attr-defined]
     torch.cuda.Event, torch.cuda.Stream = Event, Stream  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda stream: stream or Stream()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *_: Stream()  # type: ignore[assignment, return-value]
     torch.cuda.empty_cache = lambda: None
+    torch.cuda.set_device = Module.set_device
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
     varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
