@@ -213,7 +213,9 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
     def _to_device(self, array: Any) -> Tensor:
         import torch
 
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        from gkd.losses.targets import send
+
+        return send(torch.from_numpy(array), torch.device(self.device))
 
     def _take_prompts(self) -> list[tuple[int, GenerateRequest]]:
         """Take the prompts that are continued together, once nothing is to be scored: all that the model takes as long

@@ -34,6 +34,8 @@ INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 """A GPU's tensors may be indexed by the host's."""
 MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor)
 
+pinned: set[int] = set()
+"""Addresses of the host's memory that was pinned."""
 late: list[tuple[Tensor, Tensor]] = []
 """Copies to the host that nobody has waited for: target and source."""
 
@@ -117,6 +119,8 @@ def _copied(func: Any, tensor: Tensor, args: Any, kwargs: dict[str, Any]) -> Ten
         return tensor if copy is host else OnDevice(copy) if stays else copy
     copy = copy.clone() if copy is host else copy
     if stays:
+        if not waits and host.numel() and host.data_ptr() not in pinned:
+            raise RuntimeError(f"{tuple(host.shape)}: from memory that is not pinned a copy waits for the device")
         return OnDevice(copy)
     _copy(copy, OnDevice(copy.clone()), not waits)
     return copy
@@ -129,6 +133,12 @@ def _copy(target: Tensor, source: Tensor, late_is_enough: bool) -> None:
         return
     arrive()
     host_of(target).copy_(host_of(source))
+
+
+def pin(tensor: Tensor, *_: Any) -> Tensor:
+    """Return the same tensor, from which the device copies by itself."""
+    pinned.add(tensor.data_ptr())
+    return tensor
 
 
 def arrive() -> None:
@@ -263,7 +273,7 @@ def set_up() -> None:
     torch.cuda.empty_cache = lambda: None
     torch.cuda.set_device = Module.set_device
     torch.cuda.get_device_capability = lambda *_: (8, 0)
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
+    torch.Tensor.pin_memory = pin  # type: ignore[assignment, method-assign]
     varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
     join, mesh = dist.init_process_group, dist.device_mesh.init_device_mesh
     dist.init_process_group = lambda backend, **more: join(backend.replace("cuda:nccl", f"{NAME}:gloo"), **more)
