@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -81,3 +86,73 @@ def test_moments_are_on_the_host_where_weights_are_elsewhere() -> None:
     assert {state[name].device.type for state in optimizer.state.values() for name in own.MOMENTS} == {"cpu"}
     assert not isinstance(adamw(torch.nn.Linear(3, 2, device="meta"), Actor(lr=1e-2)), HostAdamW)
     assert not isinstance(adamw(torch.nn.Linear(3, 2), settings), HostAdamW)
+
+
+class LazyStream:
+    """Work of a device in its order, done when somebody waits; beside that of other streams in any order."""
+
+    random: ClassVar[random.Random]
+    all: ClassVar[list[LazyStream]]
+    current: ClassVar[LazyStream]
+
+    def __init__(self, *_: object) -> None:
+        self.work: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+        """What is to be true before something is done, and that."""
+        LazyStream.all.append(self)
+
+    def do(self, run: Callable[[], object]) -> None:
+        self.work.append((lambda: True, run))
+
+    def record_event(self) -> list[bool]:
+        event: list[bool] = []
+        self.do(lambda: event.append(True))
+        return event
+
+    def wait_event(self, event: list[bool]) -> None:
+        self.work.append((lambda: bool(event), lambda: None))
+
+    def wait_stream(self, other: LazyStream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        while self.work:
+            stream = LazyStream.random.choice([stream for stream in LazyStream.all if stream.work])
+            ready, run = stream.work[0]
+            if ready():
+                run()
+                stream.work.pop(0)
+
+    @classmethod
+    @contextmanager
+    def enter(cls, stream: LazyStream) -> Iterator[None]:
+        before, cls.current = cls.current, stream
+        yield
+        cls.current = before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_wait_for_their_place_on_the_device(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a device does first of what streams leave open: copies of either direction, and what is computed."""
+    LazyStream.random, LazyStream.all = random.Random(seed), []
+    LazyStream.current = LazyStream()
+    at_once, moments, n = torch.Tensor.copy_, list(torch.arange(80.0).clone().split(8)), 8
+    expected = [moment + 1 for moment in moments]
+
+    def copy_later(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        LazyStream.current.do(lambda: at_once(to, source))
+        return to
+
+    with monkeypatch.context() as fake:
+        fake.setattr(torch.cuda, "Stream", LazyStream)
+        fake.setattr(torch.cuda, "stream", LazyStream.enter)
+        fake.setattr(torch.cuda, "current_stream", lambda *_: LazyStream.current)
+        fake.setattr(torch, "empty", lambda length, device: torch.full((length,), torch.nan))
+        fake.setattr(torch.Tensor, "copy_", copy_later)
+        transit = own._Transit(torch.device("cuda"), n)
+        for moment in moments:
+            here = transit.bring([moment, moment[:0]])
+            LazyStream.current.do(partial(here[0].add_, 1))
+            transit.take_back([moment, moment[:0]], here)
+        transit.finish()
+    assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))

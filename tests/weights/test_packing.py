@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from gkd.config import Weights
 from gkd.errors import RunFailed
@@ -182,6 +185,24 @@ def test_no_bucket_is_kept_for_an_engine_that_is_gone() -> None:
     delivery.sender = sender
     publisher.send(delivery)
     assert (delivery.n_sent, sender.packed_bucket, sender.kept) == (3, None, [])
+
+
+def test_a_handle_is_opened_on_the_readers_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever number the GPU has there; and its count of readers is found, by torch's own names of the parts."""
+    parts, released, opened = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters), [], []
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (None, parts))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *its: opened.append(its) or torch.zeros(3))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *its: released.append(its))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="aa"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    sender = ipc.IpcSender(Weights(transfer="ipc"), CPU)
+    shared = sender.pack({"weight": torch.ones(4)}, Bucket(1, 0, True))
+    sender.forget_receivers()
+    sender.release()
+    assert (shared.gpu, released) == ("aa", [("ref_counter_handle", "ref_counter_offset")])
+    ipc.IpcReceiver(Weights(transfer="ipc"), torch.device("cuda:3")).open(shared)
+    assert opened == [tuple(3 if part == "storage_device" else part for part in parts)]
 
 
 def test_a_gpu_without_a_handle_is_named() -> None:
