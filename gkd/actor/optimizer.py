@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as adamw_step
 
 from gkd.config import Actor
+from gkd.errors import RunFailed
 
 FUSED_ON = ("cpu", "cuda")
 FLOOR = 0.1  # share of the peak at which linear and cosine decay end
@@ -150,12 +151,16 @@ class _Transit:
 def _make_moment(weight: Tensor) -> Tensor:
     """Return zeros of a weight's shape in the host's memory, pinned where CUDA is to copy them.
 
-    ``pin_memory`` would take the next power of two of bytes.
+    ``pin_memory`` would take the next power of two of bytes. Raises RunFailed where the system pins no more.
     """
     moment = torch.zeros(weight.shape, dtype=weight.dtype)
     if weight.device.type == "cuda" and moment.numel():
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(moment.data_ptr(), moment.nbytes, 0))
+        if code := int(runtime.cudaHostRegister(moment.data_ptr(), moment.nbytes, 0)):
+            raise RunFailed(
+                f"actor.offload_optimizer: the host pins no {moment.nbytes:,} bytes more for the optimizer's moments "
+                f"(cudaHostRegister: error {code}); containers and WSL limit what can be pinned"
+            )
     return moment
 
 

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from gkd.actor import optimizer as own
 from gkd.actor.optimizer import HostAdamW, adamw
 from gkd.actor.state import move, part_of, put_part
 from gkd.config import Actor
+from gkd.errors import RunFailed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -156,3 +158,10 @@ def test_slices_wait_for_their_place_on_the_device(seed: int, monkeypatch: pytes
             transit.take_back([moment, moment[:0]], here)
         transit.finish()
     assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
+
+
+def test_memory_that_the_host_does_not_pin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    weight: Any = SimpleNamespace(shape=(3, 5), dtype=torch.float32, device=torch.device("cuda"))
+    with pytest.raises(RunFailed, match=r"actor\.offload_optimizer.* 60 "):
+        own._make_moment(weight)
