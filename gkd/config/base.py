@@ -174,15 +174,11 @@ class Pool(Settings):
         return {**values, **{name: n for name, n in counted.items() if values.get(name) is None}}
 
     @model_validator(mode="after")
-    def _range_and_count_agree(self) -> Pool:
+    def _ranges_and_counts_agree(self) -> Pool:
         if self.gpus is not None and self.gpus_by_node is not None:
             raise ValueError("gpus and gpus_by_node exclude each other")
         if self.gpus is not None and len(self.gpus) != self.n_gpus_per_node:
             raise ValueError(f"gpus names {len(self.gpus)} GPUs but n_gpus_per_node is {self.n_gpus_per_node}")
-        return self
-
-    @model_validator(mode="after")
-    def _ranges_of_nodes_agree(self) -> Pool:
         if self.gpus_by_node is None:
             return self
         lengths = [len(indices) for indices in self.gpus_by_node]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from gkd.config.cluster import TRANSFERS, Weights
@@ -35,18 +36,14 @@ def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], r
     ``actor`` and ``rollout`` are the reports of all workers in rank order, also those of an engine that spans several
     GPUs. Raises ConfigError for a transfer that cannot work there.
     """
-    transfer, names = weights.transfer, list(TRANSFERS.entries)
+    find_obstacle = partial(_find_obstacle, weights=weights, engine=engine, actor=actor, rollout=rollout)
     if weights.transfer_is_auto:  # nothing else is looked at, such as packages that others need
-        names = [name for name in names if TRANSFERS.load(name).automatic]
-    tried = names if weights.transfer_is_auto else [*names, transfer]
-    obstacles = {name: _find_obstacle(name, weights, engine, actor, rollout) for name in dict.fromkeys(tried)}
-    possible = [name for name in names if obstacles[name] is None]
-    if weights.transfer_is_auto:
-        return possible[0]
-    if (reason := obstacles[transfer]) is not None:
-        others = " or ".join(f"weights.transfer={name}" for name in possible)
-        raise ConfigError(f"weights.transfer={transfer}: {reason}; {others} would work")
-    return transfer
+        automatic = (name for name in TRANSFERS.entries if TRANSFERS.load(name).automatic)
+        return next(name for name in automatic if find_obstacle(name) is None)
+    if (reason := find_obstacle(weights.transfer)) is not None:
+        others = " or ".join(f"weights.transfer={name}" for name in TRANSFERS.entries if find_obstacle(name) is None)
+        raise ConfigError(f"weights.transfer={weights.transfer}: {reason}; {others} would work")
+    return weights.transfer
 
 
 def _find_obstacle(
