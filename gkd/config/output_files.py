@@ -29,6 +29,9 @@ ENGINES = "engines.json"
 TIMELINE = "timeline.json"
 """What every worker did when: a Chrome trace."""
 
+BEST = "best.json"
+"""Figure and step of the student in ``best/``."""
+
 SUMMARY = "summary.json"
 """Figures before and after; written at the end alone."""
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.config import Config
-from gkd.config.output_files import METRICS, SAMPLES
+from gkd.config.output_files import BEST, METRICS, SAMPLES
 from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.errors import ControlLost, RunFailed, one_line
@@ -84,6 +84,6 @@ def start_over(config: Config, output: Path) -> bool:
     may = restarts() > 0 or (config.trainer.resume == "auto" and steps_done(output) is None)
     if not may or complete(output / "checkpoints"):
         return False
-    for name in (METRICS, SAMPLES):
+    for name in (METRICS, SAMPLES, BEST):
         (output / name).unlink(missing_ok=True)
     return True

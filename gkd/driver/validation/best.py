@@ -10,6 +10,7 @@ from pathlib import Path
 from gkd import durable
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Attend
+from gkd.config.output_files import BEST
 from gkd.config.validating import is_better, require_measured
 
 
@@ -20,7 +21,7 @@ class BestModel:
     """
 
     def __init__(self, metric: str, output: Path) -> None:
-        self.metric, self.file = metric, output / "best.json"
+        self.metric, self.file = metric, output / BEST
         self.directory = (output / "best").resolve()  # written where a link leads
         self.value: float | None = None
         if self.file.exists():

@@ -27,6 +27,7 @@ from gkd.driver.checkpoints.restart import (
     start_over,
 )
 from gkd.driver.output_dir import make_output_dir
+from gkd.driver.validation.best import BestModel
 from gkd.errors import ConfigError, ControlLost, RunFailed, SignalExit
 
 TWICE = load({"trainer": {"restarts": 2}})
@@ -143,6 +144,7 @@ def test_one_that_may_begin_or_go_on_begins_where_there_is_nothing_to_go_on_with
     (run / "summary.json").write_text('{"steps": 3}')
     assert not start_over(auto, run)  # it has ended: its figures are no attempt's
     (run / "summary.json").unlink()
+    (run / "best.json").write_text('{"metric": "val/accuracy", "value": 0.9, "step": 3}')
     saved = run / "checkpoints" / "step_3"
     saved.mkdir(parents=True)
     (saved / "state.json").write_text("{}")
@@ -151,6 +153,7 @@ def test_one_that_may_begin_or_go_on_begins_where_there_is_nothing_to_go_on_with
     (saved / "state.json").unlink()
     assert start_over(auto, run)
     assert not (run / "metrics.jsonl").exists()
+    assert BestModel("val/accuracy", run).value is None  # which a student of other settings may never reach
 
 
 def test_the_directory_of_one_that_may_begin_need_not_be_there(tmp_path: Path) -> None:
