@@ -114,7 +114,7 @@ class RolloutGroup:
     def collect_in_order(self, keys: Sequence[int], timeout_s: float) -> Iterator[list[TrainingSample]]:
         """Yield the samples of ``keys`` in this order, as many as are there at a time: none, at first, where none is.
 
-        Raises as :meth:`collect`.
+        Raises as :meth:`collect`; ``timeout_s`` is for what is waited here.
         """
         deadline, left, began = time.monotonic() + timeout_s, deque(keys), False
         while left:
@@ -122,8 +122,9 @@ class RolloutGroup:
             while left and left[0] in self._done:
                 there.append(self._hand_over(left.popleft()))
             if there or not began:
-                began = True
+                began, handed_over = True, time.monotonic()
                 yield there
+                deadline += time.monotonic() - handed_over  # what is done with them is no waiting
                 continue
             self._refresh()
             if time.monotonic() > deadline:

@@ -238,6 +238,15 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     assert len(rollout.collect(rollout.submit(make_requests(2)), timeout_s=60)) == 2
 
 
+def test_the_time_of_whoever_takes_samples_is_no_waiting_for_them(engines: list[Group]) -> None:
+    """Such as that of a checkpoint, or of an actor whose processes are started again."""
+    rollout = start(engines, 1)
+    arriving = rollout.collect_in_order(rollout.submit(make_requests(6)), timeout_s=10.0)
+    assert next(arriving) == []
+    time.sleep(10.5)
+    assert sum(map(len, arriving)) == 6
+
+
 def test_an_engine_that_is_drained_samples_from_new_weights_while_another_one_ends_what_it_has(
     engines: list[Group],
 ) -> None:
