@@ -115,9 +115,10 @@ class EngineGroup:
         left = min(LATE_EVERY_S if late else POLL_EVERY_S, max(0.0, deadline - time.monotonic()))
         # Arrays stay on their node until the actor wants them.
         ready: list[Any] = []
-        if watched:
-            ready, _ = ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)
-        else:
+        if watched and ray.wait(watched, num_returns=1, timeout=left, fetch_local=False)[0]:
+            # All that is there by now: one look at every engine for each sample would keep the driver busy.
+            ready, _ = ray.wait(watched, num_returns=len(watched), timeout=0, fetch_local=False)
+        elif not watched:
             time.sleep(left)
         for ref in ready:
             if ref in scoring:
@@ -132,8 +133,6 @@ class EngineGroup:
                 came[engine] = self._take(engine)
             except WorkerDied as failure:
                 died[engine] = failure
-            else:
-                self._streams[engine] = self._streams.pop(engine)  # the others come before it the next time
         return came, died
 
     def _take(self, engine: int) -> list[StreamItem]:
@@ -149,9 +148,9 @@ class EngineGroup:
         """Return engines that have work, see ``at_work``, and do not do it; half of that time makes one suspect."""
         busy = [engine for engine in self.working_engines if at_work[engine]]
         hanging = self.heartbeat.find_hanging(busy)
-        for engine in self.working_engines:
-            silent = engine in busy and self.heartbeat.silent_s(engine) > self._timeout_s / 2
-            self._fleet.change(ENGINES, engine, HealthEvent.SILENT if silent else HealthEvent.ANSWERED)
+        silent = {engine for engine in busy if self.heartbeat.silent_s(engine) > self._timeout_s / 2}
+        for engine in silent.symmetric_difference(self.suspect_engines):
+            self._fleet.change(ENGINES, engine, HealthEvent.SILENT if engine in silent else HealthEvent.ANSWERED)
         limit = f"{self._timeout_s:g} s (rollout.engine_timeout_s)"
         return {i: WorkerHung(f"{self.group.reports[i]} has done nothing for {limit}") for i in hanging}
 

@@ -149,13 +149,12 @@ class ScorerWatch:
         log.info(return_text(worker.reports[0], old), extra={"kind": "restart"})
 
     def _end_hanging(self, model: str, replicas: _Replicas) -> None:
-        limit = replicas.of.request_timeout_s
-        hanging = replicas.heartbeat.find_hanging(self.fleet.members(model, *WORKING))
-        for member in self.fleet.members(model, *WORKING):
-            silent = replicas.heartbeat.silent_s(member) > limit / 2
-            before = self.fleet.health(model, member)
-            if self.fleet.change(model, member, HealthEvent.SILENT if silent else HealthEvent.ANSWERED) is not before:
-                self._expect(model, member, limit if silent else 0.0)
+        limit, working = replicas.of.request_timeout_s, self.fleet.members(model, *WORKING)
+        hanging = replicas.heartbeat.find_hanging(working)
+        silent = {member for member in working if replicas.heartbeat.silent_s(member) > limit / 2}
+        for member in silent.symmetric_difference(self.fleet.members(model, Health.SUSPECT)):
+            self.fleet.change(model, member, HealthEvent.SILENT if member in silent else HealthEvent.ANSWERED)
+            self._expect(model, member, limit if member in silent else 0.0)
         for member in hanging:
             section = model.partition(":")[0]
             text = f"{replicas.group.reports[member]} has done nothing for {limit:g} s ({section}.request_timeout_s)"

@@ -42,8 +42,6 @@ PRESENT = (*WORKING, Health.STALE)
 
 NEXT: dict[tuple[Health, HealthEvent], Health] = {
     (Health.HEALTHY, HealthEvent.SILENT): Health.SUSPECT,
-    (Health.SUSPECT, HealthEvent.SILENT): Health.SUSPECT,
-    (Health.HEALTHY, HealthEvent.ANSWERED): Health.HEALTHY,
     (Health.SUSPECT, HealthEvent.ANSWERED): Health.HEALTHY,
     (Health.HEALTHY, HealthEvent.DIED): Health.DEAD,
     (Health.SUSPECT, HealthEvent.DIED): Health.DEAD,

@@ -247,6 +247,18 @@ def test_the_time_of_whoever_takes_samples_is_no_waiting_for_them(engines: list[
     assert sum(map(len, arriving)) == 6
 
 
+def test_what_many_engines_have_finished_is_taken_in_together(engines: list[Group]) -> None:
+    """The driver looks at every engine each time: one time for each sample would keep it busy where there are many."""
+    rollout, n_looks = start(engines, 4), 0
+    streams = [stream.items for stream in rollout.engines._streams.values()]
+    keys = rollout.submit(make_requests(4))
+    while len(rollout._done) < len(keys):
+        ray.wait(streams, num_returns=len(streams), timeout=2.0, fetch_local=False)
+        rollout.attend()
+        n_looks += 1
+    assert n_looks <= 5 < 2 * len(keys)  # arrays and numbers, perhaps after a notice, that each sends
+
+
 def test_an_engine_that_is_drained_samples_from_new_weights_while_another_one_ends_what_it_has(
     engines: list[Group],
 ) -> None:
