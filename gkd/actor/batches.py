@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ def combine_mini_batches(rows: Sequence[Metrics]) -> Metrics:
 def balance_over_ranks(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
     """Return indices of the sequences each rank gets, their tokens as equal as longest-first assignment makes them."""
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
-    loads = [0] * n_ranks
+    loads = [(0, rank) for rank in range(n_ranks)]  # a heap
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         shares[rank].append(index)
-        loads[rank] += lengths[index]
+        heapq.heapreplace(loads, (load + lengths[index], rank))
     return shares
 
 
