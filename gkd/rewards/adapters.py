@@ -93,7 +93,7 @@ def _verl_arguments(completion: Completion) -> dict[str, Any]:
         "data_source": row.find("data_source"),
         "solution_str": completion.response,
         "ground_truth": completion.answer if truth is None else truth,
-        "extra_info": row.find("extra_info"),
+        "extra_info": row.find("extra_info") or {},  # as verl has it of a row without
     }
 
 

@@ -87,6 +87,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, fact
     return {"score": factor * (solution_str == ground_truth), "acc": True}
 
 
+def compute_score_of_info(solution_str, extra_info):  # type: ignore[no-untyped-def]
+    """verl's kind, of the further information."""
+    return extra_info.get("level", 0.0)
+
+
+def compute_scores_of_info(solution_strs, extra_infos):  # type: ignore[no-untyped-def]
+    """verl's kind, batched, of the further information."""
+    return [info.get("level", 0.0) for info in extra_infos]
+
+
 def trl(completions, level, bonus=0.0, **kwargs):  # type: ignore[no-untyped-def]
     """TRL's kind, of a conversation."""
     assert kwargs["prompts"] == [[{"role": "user", "content": "2 + 2 ="}]] * len(completions)

@@ -45,6 +45,14 @@ def test_verl() -> None:
     assert value("compute_score", make_completion("4"), factor=2.5) == 2.5
 
 
+def test_verls_extra_info_of_a_row_without_is_empty() -> None:
+    """Functions look into it without asking whether it is there."""
+    for columns in ({}, {"extra_info": None}):
+        completion = Completion("2 + 2 =", "4", "4", 1, 8, False, columns=columns)
+        assert value("compute_score_of_info", completion) == 0.0
+        assert value("compute_scores_of_info", [completion]) == [0.0]
+
+
 def test_trl() -> None:
     """It is given all samples of a prompt at once, with the columns repeated."""
     assert value("trl", [make_completion("four", MESSAGES), make_completion("2 + 2", MESSAGES)]) == [7.0, 8.0]
