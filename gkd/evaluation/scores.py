@@ -11,7 +11,7 @@ from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
 from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
 from gkd.rewards.accuracy import any_agreement
-from gkd.rewards.answers import last_line, last_number, stated_answer
+from gkd.rewards.answers import last_line, last_number, stated_answer, with_opened_reasoning
 from gkd.rewards.comparison import is_same_answer
 from gkd.types import Prompt
 
@@ -35,7 +35,7 @@ class SampledAnswer:
 
 def accuracy(response: str, prompt: Prompt) -> float:
     """Return 1.0 for a response that gives one of the prompt's answers, else 0.0: here and in a run's validation."""
-    return any_agreement(response, prompt.answers)
+    return any_agreement(with_opened_reasoning(prompt.text, response), prompt.answers)
 
 
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
@@ -54,7 +54,8 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
             for k in settings.pass_k or [n]:
                 if k <= n:
                     values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
-            stated = [final_answer(answer.text) for answer in answers]
+            text = question.prompt.text
+            stated = [final_answer(with_opened_reasoning(text, answer.text)) for answer in answers]
             values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
     for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
         rewards = [answer.rewards[name] for answer in answers if name in answer.rewards]

@@ -6,7 +6,16 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gkd.rewards.answers import Numeral, last_formula, last_line, last_number, only_number, readings, stated_answer
+from gkd.rewards.answers import (
+    Numeral,
+    last_formula,
+    last_line,
+    last_number,
+    only_number,
+    readings,
+    stated_answer,
+    with_opened_reasoning,
+)
 from gkd.rewards.comparison import choice, is_formula, is_same_answer, normalize_text, strip_markup
 from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
@@ -26,7 +35,8 @@ def accuracy(completion: Completion) -> float:
     """Return 1.0 when the response gives a reference answer, else 0.0; see :func:`agreement`."""
     if completion.answer is None:
         raise ValueError("there is no reference answer")
-    return any_agreement(completion.response, (completion.answer, *completion.other_answers))
+    response = with_opened_reasoning(completion.prompt, completion.response)
+    return any_agreement(response, (completion.answer, *completion.other_answers))
 
 
 def any_agreement(response: str, answers: Sequence[str]) -> float:

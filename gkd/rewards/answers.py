@@ -70,6 +70,14 @@ def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: 
     return content if inner is None else inner
 
 
+def with_opened_reasoning(prompt: str, response: str) -> str:
+    """Return a response with the ``<think>`` that the prompt ends with, as some chat templates write it there.
+
+    Else a response that the limit cut in its reasoning would be all answer.
+    """
+    return f"<think>{response}" if prompt.rstrip().endswith("<think>") else response
+
+
 def cut_reasoning(text: str) -> str:
     """Return what follows the reasoning, as far as it is looked at, with one kind of minus sign."""
     text = text.replace("\N{MINUS SIGN}", "-")

@@ -49,6 +49,12 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
+def test_a_sample_that_is_cut_in_reasoning_which_its_prompt_began_answers_nothing() -> None:
+    asked = Question("q", Prompt(0, np.array([1], np.int32), "2 + 2 =<think>\n", "4"), {})
+    scores = scores_of_question(asked, SETTINGS, sampled("so 4", "5</think>4", "so \\boxed{4}", "so 5</think>5"))
+    assert (scores["accuracy"], scores["maj@4"]) == (0.25, 0.5)
+
+
 def test_questions_are_split_by_difficulty() -> None:
     questions = [question("1", "a", "hard"), question("1", "b", "easy"), question("1", "c", "hard")]
     values = {"a": {"accuracy": 0.0}, "b": {"accuracy": 1.0}, "c": {"accuracy": 1.0}}

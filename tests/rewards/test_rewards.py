@@ -54,6 +54,13 @@ def test_accuracy() -> None:
         value("accuracy", make_completion("4", answer=None))
 
 
+def test_a_response_that_is_cut_in_reasoning_which_its_prompt_began_has_no_answer() -> None:
+    """As templates of models that always think end with <think>."""
+    for response, right in (("so \\boxed{4}", 0.0), ("so 5</think>\\boxed{4}", 1.0), ("so 4</think>", 0.0)):
+        completion = Completion("<|user|>2 + 2 =<|assistant|><think>\n", response, "4", 5, 10, False)
+        assert value("accuracy", completion) == right
+
+
 def test_format() -> None:
     assert value("format", make_completion("<think>a\nb</think> <answer>4</answer>")) == 1.0
     assert value("format", make_completion("<answer>4</answer>")) == 0.0
