@@ -29,12 +29,12 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 class Prompt:
     """A question put to the student.
 
-    ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held,
-    ``answer`` the reference answer where the data has one, ``other_answers`` those that are as right, ``answer_ids``
-    the answer's tokens and the end token where it is learned from. ``messages``: the chat template's input, where the
-    data holds messages. ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the
-    prompt's tokens by that teacher's own template, None where they are the student's. ``file``: which of the files it
-    is from. ``columns``: the whole row, where rewards look at it.
+    ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held, or the
+    template made of its messages, ``answer`` the reference answer where the data has one, ``other_answers`` those that
+    are as right, ``answer_ids`` the answer's tokens and the end token where it is learned from. ``messages``: the chat
+    template's input, where the data holds messages. ``teacher``: which of ``teacher.models`` scores its responses;
+    ``teacher_ids`` [Q]: the prompt's tokens by that teacher's own template, None where they are the student's.
+    ``file``: which of the files it is from. ``columns``: the whole row, where rewards look at it.
     """
 
     id: int

@@ -16,7 +16,7 @@ DOES_NOT_APPLY = object()
 class Completion:
     """A finished response as text.
 
-    - ``prompt``: what the data file held.
+    - ``prompt``: text of the data file, or what the chat template made of its messages.
     - ``response``: without the text that ended it, see :func:`without_stop`.
     - ``answer``: its reference answer, None where it has none; ``other_answers`` are as right.
     - ``n_tokens``, of at most ``max_tokens``: the end token included; NaN of an endpoint that does not state it.

@@ -51,7 +51,7 @@ class Judge(RewardFunction):
         from openai import OpenAIError
 
         config = self.config
-        texts = {"prompt": completion.prompt, "response": completion.response, "answer": completion.answer or ""}
+        texts = {"prompt": _question_of(completion), "response": completion.response, "answer": completion.answer or ""}
         question = _PLACE.sub(lambda place: texts[place[1]], config.prompt)
         try:
             reply = await self._client.chat.completions.create(
@@ -75,3 +75,16 @@ class Judge(RewardFunction):
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(**self.config.client_arguments())
+
+
+def _question_of(completion: Completion) -> str:
+    """Return what was asked: of messages their texts, as a template's special tokens would be the judge's own.
+
+    Several are marked with their roles.
+    """
+    if completion.messages is None:
+        return completion.prompt
+    contents = [str(message["content"] or "") for message in completion.messages]
+    if len(contents) == 1:
+        return contents[0]
+    return "\n\n".join(f"{m['role']}: {text}" for m, text in zip(completion.messages, contents, strict=True))

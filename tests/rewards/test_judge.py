@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -80,9 +81,9 @@ def endpoint() -> Iterator[Endpoint]:
         yield server
 
 
-def judged(endpoint: Endpoint, **settings: Any) -> float:
+def judged(endpoint: Endpoint, completion: Completion = COMPLETION, **settings: Any) -> float:
     judge = Judge(Judge.Config(url=endpoint.url, model="m", **settings))
-    return asyncio.run(judge(COMPLETION))
+    return asyncio.run(judge(completion))
 
 
 def test_the_first_number_is_the_mark(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,15 @@ def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
     endpoint.says = ["excellent"]
     with pytest.raises(ValueError, match="'excellent'"):
         judged(endpoint)
+
+
+def test_a_judge_reads_messages_without_the_students_template(endpoint: Endpoint) -> None:
+    """Which would begin turns of its own conversation."""
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
+    for messages, shown in (((user,), "2 + 2?"), ((system, user), "system: Be brief.\n\nuser: 2 + 2?")):
+        endpoint.says = ["3"]
+        judged(endpoint, replace(COMPLETION, prompt="<|im_start|>...", messages=messages), prompt="{prompt}|{response}")
+        assert endpoint.requests[-1]["messages"][0]["content"] == f"{shown}|{COMPLETION.response}"
 
 
 @pytest.mark.parametrize("answer", ["<think>\nFrom 0 to 10, 3 at least.\n</think>\n\n8", "0 to 10?</think>8"])
