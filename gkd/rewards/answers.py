@@ -162,15 +162,16 @@ def last_number(text: str) -> Numeral | None:
     """
     text = cut_reasoning(text)
     numbers = list(_FINAL_NUMBER.finditer(text))
-    if not numbers or _DENIED.search(text[: numbers[-1].start()][-20:]):
+    if not numbers:
         return None
-    last = numbers[-1]
+    start, end = numbers[-1].span()
     for match in _MATH_SPAN.finditer(text):
-        if match.start() < last.end() and last.start() < match.end():
-            content = next(group for group in match.groups() if group)
-            if not _PROSE.search(content):
-                return Numeral(content, text[match.end() :])
-    start, end = last.span()
+        content = next(group for group in match.groups() if group)
+        if match.start() < end and start < match.end() and not _PROSE.search(content):
+            denied = _DENIED.search(text[: match.start()][-20:])
+            return None if denied else Numeral(content, text[match.end() :])
+    if _DENIED.search(text[:start][-20:]):
+        return None
     if re.match(r"[^\s.,;:!?)\"'*$%]|.?\}", text[end : end + 2]):  # a formula without delimiters
         start = max(text.rfind(space, 0, start) for space in " \n") + 1
         end = min(place for space in " \n" if (place := (text + " \n").find(space, end)) >= 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gkd.rewards.math_equality import are_math_equal
-from gkd.rewards.quantity import LONGEST, SCALES, Quantity, quantity, units_agree
+from gkd.rewards.quantity import LONGEST, NO_UNITS, SCALES, Quantity, quantity, units_agree
 
 _LETTER = r"(?:(?:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
 _CHOICE = re.compile(
@@ -20,6 +20,7 @@ _UNIT = re.compile(
     rf"(?:(?:\s*/?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+_BEFORE_UNIT = re.compile(r"(?:\$([^$]+)\$|\\\((.+?)\\\))\s*([a-zA-Z]+)(?![a-zA-Z])([a-zA-Z .²³-]*)")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
 _FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arctan"}
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\*?\}|\\[a-zA-Z]+")
@@ -55,6 +56,7 @@ def normalize_text(text: str) -> str:
 
 def is_same_answer(response: str, expected: str) -> bool:
     """Return whether two answers, without what marks them, are the same."""
+    response, expected = _mark_unit(strip_markup(response)), _mark_unit(strip_markup(expected))
     own, reference = normalize_text(response), normalize_text(expected)
     if is_same_text(own, reference) or not own or max(len(own), len(reference)) > LONGEST:
         return is_same_text(own, reference)
@@ -66,10 +68,10 @@ def is_same_answer(response: str, expected: str) -> bool:
     lists = _items(own), _items(reference)
     if lists[0] is not None and lists[1] is not None:
         return _is_same_list(*lists[0], *lists[1])
-    left, equals, right = strip_markup(response).rpartition("=")
+    left, equals, right = response.rpartition("=")
     if equals and "=" not in reference and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
         return is_same_answer(right, expected)
-    return _is_same_formula(strip_markup(response), strip_markup(expected))
+    return _is_same_formula(response, expected)
 
 
 def number_of(text: str) -> Quantity | None:
@@ -161,6 +163,14 @@ def _is_same_formula(own: str, reference: str) -> bool:
     if not units_agree(*texts) or scales[0] != scales[1] or based[0] != based[1]:
         return False
     return are_math_equal(_without_unit(own), _without_unit(reference))
+
+
+def _mark_unit(text: str) -> str:
+    """Return a formula in delimiters with a unit after them as one formula, the unit a text in it."""
+    match = _BEFORE_UNIT.fullmatch(text)
+    if match is None or match[3].lower() in NO_UNITS - {"of"}:
+        return text
+    return f"{match[1] or match[2]}\\text{{ {match[3]}{match[4]}}}"
 
 
 def _without_unit(formula: str) -> str:

@@ -14,13 +14,13 @@ SYMBOL = f"[{''.join(CURRENCIES)}]"
 UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 FRACTION = r"(?:\s?/\s?[0-9]+)?"
 
-_NO_UNITS = frozenset({"and", "or", "to", "of", "not", "times", "plus", "minus", "over", "mod", "squared", "cubed"})
-_NO_UNITS |= {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "factorial"}
+NO_UNITS = frozenset({"and", "or", "to", "of", "not", "times", "plus", "minus", "over", "mod", "squared", "cubed"})
+NO_UNITS |= {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "factorial"}
 _ATTACHED = r"(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph|hrs?|mins?|secs?|am|pm|th|st|nd|rd)\b"  # 72cm; 72xy is a product
 _APART = r"\s+(?=[a-z]{2}|(?-i:[mgshlLVWNJAC])\b)"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s?(?P<currency>{SYMBOL}?)\s?(?P<minus>-?)(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?"
-    rf"(?P<value>{UNSIGNED})(?P<exponent>e[-+]?[0-9]{{1,3}})?(?P<fraction>{FRACTION})\.?\s*"
+    rf"(?P<value>{UNSIGNED})(?P<exponent>e[-+]?[0-9]{{1,3}})?(?P<fraction>{FRACTION})\.?\s*(?P<after>{SYMBOL}?)"
     rf"(?P<percent>%|percent\b|°|\\degree\b|\^\{{?\\circ\}}?)?"
     rf"(?P<unit>(?:(?={_ATTACHED})|{_APART})[a-z][a-z .'/²³-]*(?:\^\{{?[23]\}}?)?)?",
     re.IGNORECASE,
@@ -49,7 +49,7 @@ def quantity(text: str) -> Quantity | None:
     """Return what ``text`` is as a whole: ``$1,000.00``, ``1 1/2``, ``50%``, ``3 million km``; None for no number."""
     match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
     words = (match["unit"] or "").lower().replace(".", " ").split() if match else []
-    if match is None or (words and words[0] in _NO_UNITS):
+    if match is None or (words and words[0] in NO_UNITS):
         return None
     value = Fraction(match["value"].replace(",", "") + (match["exponent"] or ""))
     if match["fraction"]:
@@ -59,8 +59,8 @@ def quantity(text: str) -> Quantity | None:
     for word in [word for word in words[:2] if word in SCALES]:
         value *= SCALES[word]
         words.remove(word)
-    if match["currency"]:
-        words = [CURRENCIES[match["currency"]], *words]
+    if symbol := match["currency"] or match["after"]:
+        words = [CURRENCIES[symbol], *words]
     sign = -1 if (match["sign"] == "-") != bool(match["minus"]) else 1
     return Quantity(sign * value, match["percent"] in ("%", "percent"), " ".join(words))
 

@@ -86,6 +86,14 @@ AFTER_A_MARKER = [
     ("the area is 9 x^2", "2", False),
     ("the ratio is 3:4", "4", False),
     ("H2", "2", False),
+    ("The answer is $72$ clips.", GSM8K, True),
+    ("The answer is \\(72\\) clips.", GSM8K, True),
+    ("The answer is $72$ million.", GSM8K, False),
+    ("The answer is $72$ or more.", GSM8K, False),
+    ("The answer is $71$ clips.", GSM8K, False),
+    ("The answer is 72€.", GSM8K, True),
+    ("The answer is 72€.", "72 dollars", False),
+    ("The answer is 71 €.", GSM8K, False),
     ("#### 72\nQuestion: what is 1+1?", GSM8K, True),
     ("Therefore, the final answer is: $\\boxed{72}$. I hope it is correct.", GSM8K, True),
     ("\\boxed{72", GSM8K, False),
@@ -370,6 +378,11 @@ MATHEMATICS = [
     ("\\boxed{\\emptyset}", "\\emptyset", True),
     ("\\boxed{\\infty}", "-\\infty", False),
     ("\\boxed{-\\infty}", "-\\infty", True),
+    ("The answer is $\\frac{3}{4}$ of a cup.", "0.75", True),
+    ("The answer is not $\\frac{3}{4}$ cup.", "3/4", False),
+    ("The answer is $\\frac{3}{4}$ or $\\frac{1}{4}$ cup.", "1/4", False),
+    ("The answer is $2\\sqrt{3}$ square units.", "2\\sqrt{3}", True),
+    ("The answer is $2\\pi$ cm.", "2", False),
     ("\\boxed{\\frac{\\pi r^2 h}{3}}", "\\frac{1}{3}\\pi r^2 h", True),
     ("\\boxed{\\frac{1}{3}\\pi r^2}", "\\frac{1}{3}\\pi r^2 h", False),
     ("\\boxed{\\frac{ab}{2}}", "\\frac{1}{2}ab", True),
@@ -445,6 +458,7 @@ def test_very_long_responses_are_answered() -> None:
     assert accuracy("9" * 2_000_000, "#### 7") == 0.0
     assert accuracy("\\boxed{" * 300_000, "#### 7") == 0.0
     assert accuracy("(" * 2_000_000, "0.5") == 0.0
+    assert accuracy(f"The answer is $5$ {'a' * 15_000}1", "5") == 0.0
     for text in ("\\[ ", "answer is ( (", "<answer>", "1,", "the answer is: the ", "\\frac{1}{", "answer to ", "1/"):
         for answer in ("7", "Paris", "B", "5, 6", "\\sqrt{2}"):
             assert accuracy(text * 10_000, answer) == 0.0
