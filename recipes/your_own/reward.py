@@ -20,4 +20,5 @@ class Brevity:
 
     def __call__(self, completion: Completion) -> float:
         """Return the reward of a response, between 0 and 1."""
-        return min(1.0, self.config.target_length / completion.n_tokens)
+        n_tokens, target = completion.n_tokens, self.config.target_length
+        return 1.0 if n_tokens <= target else target / n_tokens

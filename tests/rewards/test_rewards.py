@@ -107,6 +107,13 @@ def test_length() -> None:
     ]
 
 
+def test_the_recipes_reward_of_a_length_also_takes_an_empty_answer() -> None:
+    """As of an endpoint, or of a strategy."""
+    name = f"{Path(__file__).parents[2]}/recipes/your_own/reward.py:Brevity"
+    rewards = [resolve(name, configured(name))(make_completion("", n=n)) for n in (0, 16, 32)]
+    assert rewards == [1.0, 1.0, 0.5]
+
+
 @pytest.mark.parametrize(("name", "options"), [("length", {}), ("length", {"target_length": 4}), ("cosine", {})])
 def test_a_length_that_is_not_known_gives_no_reward(name: str, options: dict[str, object]) -> None:
     """Of an endpoint that does not count tokens; what is not finite counts as failed."""
