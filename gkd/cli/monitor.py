@@ -146,9 +146,10 @@ def _processes(run: RunFiles) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("group", "processes here", "memory", "largest at the last step"):
         table.add_column(title, justify="left" if title == "group" else "right")
+    last = run.last_metrics
     for group, pids in run.pids().items():
         held = [gb for pid in pids if (gb := resident_gb(pid)) is not None]
-        largest = run.last_metrics.get(f"memory/{group}/process_gb")
+        largest = last.get(f"memory/{group}/process_gb")
         shown = f"{sum(held):.2f} GB" if held else "ended"
         table.add_row(group, f"{len(held)} of {len(pids)}", shown, "" if largest is None else f"{largest:.2f} GB")
     table.add_row("", "", f"{host_free_gb():.2f} GB free", "")
@@ -159,21 +160,23 @@ def progress_line(run: RunFiles) -> str:
     """Format step, time left, and the figures a user looks at."""
     from gkd.observability.progress import clock
 
+    last = run.last_metrics
+    step = int(last.get("step", 0))
     if run.is_finished:
-        return f"{run.path}: finished, {run.step} steps"
+        return f"{run.path}: finished, {step} steps"
     if (failure := run.failure) is not None:
-        return f"{run.path}: step {run.step}/{run.total_steps}  {failure}"
+        return f"{run.path}: step {step}/{run.total_steps}  {failure}"
     if run.was_killed:
-        return f"{run.path}: step {run.step}/{run.total_steps}  killed"
-    parts = [f"{run.path}: step {run.step}/{run.total_steps}"]
-    if "timing_s/step" in run.last_metrics:
-        parts.append(f"{run.last_metrics['timing_s/step']:.2f} s/step")
-        parts.append(f"{clock(run.last_metrics['timing_s/step'] * (run.total_steps - run.step))} left")
+        return f"{run.path}: step {step}/{run.total_steps}  killed"
+    parts = [f"{run.path}: step {step}/{run.total_steps}"]
+    if "timing_s/step" in last:
+        parts.append(f"{last['timing_s/step']:.2f} s/step")
+        parts.append(f"{clock(last['timing_s/step'] * (run.total_steps - step))} left")
     shown = (
         "reward/mean", "distill/loss", "actor/supervised_loss", "val/accuracy", "val/reverse_kl", "val/loss",
         "response/clip_ratio",
     )  # fmt: skip
-    parts += [f"{name} {run.last_metrics[name]:.4g}" for name in shown if name in run.last_metrics]
+    parts += [f"{name} {last[name]:.4g}" for name in shown if name in last]
     return "  ".join(parts)
 
 

@@ -39,24 +39,55 @@ REPORT = "report.html"
 """The page of ``gkd report``."""
 
 
-def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file without a last line that is not whole; none where there is no file.
+class LineReader:
+    """Reads a JSON-lines file while it grows: what was read is kept, so that only new lines are parsed.
 
-    ``fields``: what every one of them has, and of which type. Raises ConfigError, naming the line, for other lines.
+    ``fields``: what every line has, and of which type.
     """
-    *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
-    rows = []
-    for number, line in enumerate(lines, 1):
+
+    def __init__(self, file: Path, **fields: type) -> None:
+        self._file, self._fields = file, fields
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._last, self._end = b"", 0  # the last line that was read, and where it ends
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the objects of all lines without a last one that is not whole; none where there is no file.
+
+        Raises ConfigError, naming the line, for one that is no such object.
+        """
+        if not self._file.exists():
+            self._forget()
+            return self._rows
+        with self._file.open("rb") as file:
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:  # a run that goes on has cut it, and logged other steps since
+                self._forget()
+                file.seek(0)
+            *lines, _ = file.read().split(b"\n")
+        for line in lines:
+            self._rows.append(self._parse(line))
+            self._last, self._end = line + b"\n", self._end + len(line) + 1
+        return self._rows
+
+    def _parse(self, line: bytes) -> dict[str, Any]:
+        where = f"{self._file} line {len(self._rows) + 1} cannot be read"
         try:
             row = json.loads(line.decode("utf-8"))
             if not isinstance(row, dict):
                 raise TypeError("it is no object")
-            for name, kind in fields.items():
+            for name, kind in self._fields.items():
                 if not isinstance(row[name], (int, float) if kind is float else kind):
                     raise TypeError(f"{name} is no {kind.__name__}")
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{file} line {number} cannot be read: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
         except KeyError as error:
-            raise ConfigError(f"{file} line {number} cannot be read: it has no {error.args[0]}") from None
-        rows.append(row)
-    return rows
+            raise ConfigError(f"{where}: it has no {error.args[0]}") from None
+        return row
+
+
+def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
+    """Return what :class:`LineReader` reads of a file, once. Raises ConfigError."""
+    return LineReader(file, **fields).read()

@@ -13,7 +13,7 @@ import psutil
 from gkd.cluster.health.queues import EngineQueue, Queues
 from gkd.config import Config, load
 from gkd.config.loading import read_yaml
-from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, whole_lines
+from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, LineReader
 from gkd.durable import hold
 from gkd.errors import ConfigError, one_line
 
@@ -25,10 +25,12 @@ WRITTEN = (CONFIG, PLACEMENT, ENGINES, METRICS, EVENTS, SAMPLES)
 
 
 class RunFiles:
-    """The output directory ``path``. Raises ConfigError where there is no run. Every property is read anew."""
+    """The output directory ``path``. Raises ConfigError where there is no run. Every property is what they hold now."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._metrics = LineReader(path / METRICS, step=int)
+        self._events = LineReader(path / EVENTS, kind=str, time=float, text=str)
         if not (path / CONFIG).exists():
             raise ConfigError(f"{path}: there is no run here (no config.yaml)")
         tree = read_yaml(path / CONFIG)
@@ -91,12 +93,12 @@ class RunFiles:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Return lines of metrics.jsonl that are whole."""
-        return whole_lines(self.path / METRICS, step=int)
+        return self._metrics.read()
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Return lines of events.jsonl that are whole."""
-        return whole_lines(self.path / EVENTS, kind=str, time=float, text=str)
+        return self._events.read()
 
     def summary(self) -> dict[str, Any] | None:
         """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
@@ -108,10 +110,10 @@ class RunFiles:
     @property
     def last_metrics(self) -> dict[str, Any]:
         """Return the newest step's metrics, with the newest validation's; empty before there is any."""
-        metrics: dict[str, Any] = {}
-        for row in self.rows:
-            metrics = {key: value for key, value in metrics.items() if key.startswith("val/")} | row
-        return metrics
+        rows, metrics = self.rows, dict[str, Any]()
+        for row in rows:
+            metrics |= {key: value for key, value in row.items() if key.startswith("val/")}
+        return metrics | (rows[-1] if rows else {})
 
     @property
     def step(self) -> int:

@@ -24,7 +24,7 @@ from gkd.observability.page.write import page, write_at_end
 from gkd.observability.report import Summary, show
 from gkd.observability.run_files import RunFiles
 from tests.error_text import contains_in_order
-from tests.observability.runs import NASTY, lines, make_run, row, sample
+from tests.observability.runs import NASTY, WARNING, lines, make_run, row, sample
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -63,6 +63,19 @@ def test_many_steps_are_thinned_evenly_with_all_validations() -> None:
     assert len(kept) < 10_000 and kept[0] == 0 and kept[-1] == 24_999
     assert set(range(0, 25_000, 1001)) <= set(kept)
     assert thin_out(rows[:10_001]) == rows[:10_001]  # step 0 and 10,000 more
+
+
+def test_of_many_events_the_newest_are_on_the_page(tmp_path: Path) -> None:
+    """A browser draws no table of 100,000 rows."""
+    run = make_run(tmp_path / "run")
+    validation = {"time": 1.8e9, "kind": "validation", "step": 1, "text": "val/accuracy 0.5"}
+    (run / "events.jsonl").write_text(lines([*({**WARNING, "step": step} for step in range(5_001)), validation]))
+    data = data_of(page([RunFiles(run)]))
+    assert [event["step"] for event in data["runs"][0]["events"]] == list(range(1, 5_001))
+    assert any("events" in note for note in data["notes"])
+    (run / "events.jsonl").write_text(lines([WARNING, validation]))
+    data = data_of(page([RunFiles(run)]))
+    assert data["runs"][0]["events"] == [WARNING] and data["notes"] == []
 
 
 def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ const verdict = parent => runs.forEach(run => {
 });
 
 const events = parent => {
-  const rows = runs.flatMap(run => run.events.filter(event => event.kind !== 'validation').map(event => [run, event]));
+  const rows = runs.flatMap(run => run.events.map(event => [run, event]));
   if (!rows.length) return;
   const class_of = { warning: 'warn', death: 'bad', restart: 'bad' };
   parent.append(el('div', { class: 'scroll', style: 'margin-top: 12px' }, el('table', {},

@@ -24,6 +24,7 @@ from gkd.planning.memory.colocation import all_memory
 MAX_ROWS = 10_000
 """Steps in a chart; of more, every so many are taken, and all validations."""
 MAX_SPANS = 5_000
+MAX_EVENTS = 5_000
 DIGITS = 7
 PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
 """Settings that a run decides where they are null."""
@@ -41,7 +42,7 @@ OF_THE_RUN = (
 def describe(files: RunFiles) -> dict[str, Any]:
     """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
     tree, all_rows = read_yaml(files.path / CONFIG), files.rows
-    rows = thin_out(all_rows)
+    rows, events = thin_out(all_rows), [event for event in files.events if event["kind"] != "validation"]
     config, summary = _config(tree), files.summary()
     return {
         "name": files.path.absolute().name,
@@ -51,8 +52,9 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "total_steps": files.total_steps,
         "steps": [row["step"] for row in rows],
         "thinned": len(rows) < len(all_rows),
+        "cut": len(events) > MAX_EVENTS,
         "metrics": collect_columns(rows),
-        "events": files.events,
+        "events": events[-MAX_EVENTS:],
         "summary": summary,
         "n_val": 0 if summary is None else int(summary.get("n_val", 0)),
         "intervals": {} if summary is None else read_intervals(summary),

@@ -13,7 +13,7 @@ from typing import Any
 from gkd import durable
 from gkd.config.output_files import METRICS, REPORT, SAMPLES
 from gkd.errors import ConfigError, describe_error
-from gkd.observability.page.run import MAX_ROWS, describe
+from gkd.observability.page.run import MAX_EVENTS, MAX_ROWS, describe
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.run_files import RunFiles
 
@@ -43,6 +43,7 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
         described.append(describe(files) | {"samples": samples})
     _name_apart(described)
     notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(run["thinned"] for run in described) else []
+    notes += [f"of its events each run has the newest {MAX_EVENTS:,}"] if any(run["cut"] for run in described) else []
     data = {"written": time.time(), "notes": notes, "texts": texts.list_all(), "runs": described}
     parts = {
         "REFRESH": "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s:g}">',
