@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from gkd.cluster.workers.activity import ActivitySpan
 from gkd.config.base import SCORERS
@@ -85,7 +85,7 @@ class Timeline:
 
     def __init__(self, path: Path, n_steps: int, step: int = 0, elsewhere: str = "rewards") -> None:
         self._path, self._n_steps, self._elsewhere = path, n_steps, elsewhere
-        self._steps: deque[list[dict[str, Any]]] = deque(maxlen=max(1, n_steps))
+        self._steps: deque[list[str]] = deque(maxlen=max(1, n_steps))  # events as JSON, of which there may be a million
         self._lanes: dict[str, int] = {}
         self._idle: dict[str, list[float]] = defaultdict(list)  # seconds of a step, by group
         self._waits: list[dict[str, float]] = []
@@ -176,8 +176,8 @@ class Timeline:
                 {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
                 for lane, pid in self._lanes.items()
             ]
-            events = [event for step in self._steps for event in step]
-            text = json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
+            events = ", ".join(chain(map(json.dumps, names), *self._steps))
+            text = f'{{"traceEvents": [{events}], "displayTimeUnit": "ms"}}'
             try:
                 replace(self._path, text.encode())
             except OSError as error:
@@ -185,23 +185,24 @@ class Timeline:
                 log.warning("the timeline is not written any more: %s", reason(error, self._path))
 
     def _event(self, lane: str, name: str, start: float, end: float, step: int, version: int | None = None,
-               cause: str | None = None) -> dict[str, Any]:  # fmt: skip
+               cause: str | None = None) -> str:  # fmt: skip
+        """Return an event as JSON."""
         pid = self._lanes.setdefault(lane, len(self._lanes) + 1)
         details = {"step": step, "version": version, "cause": cause}
         about = {key: value for key, value in details.items() if value is not None}
         kind = "busy" if cause is None else "idle"
         span = {"ts": round(start * 1e6), "dur": max(0, round((end - start) * 1e6))}
-        return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": 0, **span, "args": about}
+        return json.dumps({"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": 0, **span, "args": about})
 
     def _read(self, step: int) -> None:
         """Take over earlier steps from the file, where it can be read."""
         try:
             events = json.loads(self._path.read_text(encoding="utf-8"))["traceEvents"]
             lanes = {e["args"]["name"]: int(e["pid"]) for e in events if e["ph"] == "M"}
-            by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
+            by_step: dict[int, list[str]] = defaultdict(list)
             for event in events:
                 if event["ph"] == "X" and event["args"]["step"] <= step:
-                    by_step[event["args"]["step"]].append(event)
+                    by_step[event["args"]["step"]].append(json.dumps(event))
         except (OSError, ValueError, KeyError, TypeError):
             return
         self._lanes = lanes
