@@ -31,6 +31,13 @@ def compile_apart(device: Device) -> None:
         os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
 
 
+def find_session_directory() -> str | None:
+    """Return the directory of Ray's session on this node, which ends with it; None in a process without Ray."""
+    from ray._private import worker
+
+    return None if worker._global_node is None else str(worker._global_node.get_session_dir_path())
+
+
 def meet_in_session() -> None:
     """Have the file and the sockets by which the processes of a worker's engine meet lie in Ray's session, and so end
     with it.
@@ -38,11 +45,9 @@ def meet_in_session() -> None:
     vLLM has no setting for the file, makes one in the directory for temporary files and never removes it. Before the
     process' engine starts; elsewhere than in a worker of Ray's all is as it was.
     """
-    from ray._private import worker
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    if worker._global_node is not None:
-        directory = worker._global_node.get_session_dir_path()
+    if (directory := find_session_directory()) is not None:
         if len(directory) < MOST_SOCKET_PATH:
             os.environ["VLLM_RPC_BASE_PATH"] = directory
         for executor in (multiproc_executor, uniproc_executor):

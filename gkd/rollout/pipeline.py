@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from gkd.cluster.workers.environment import find_session_directory
 from gkd.config import Config
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import describe_error, one_line
 from gkd.inference.requests import RateRequest, ScoreRequest
+from gkd.inference.vllm_environment import find_session_directory
 from gkd.rewards.completion import Completion, without_stop
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, require_finite

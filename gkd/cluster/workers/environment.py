@@ -97,10 +97,3 @@ def threads_for(weight_bytes: float, n_threads: int | None = None) -> int:
 
 def _weight_bytes(model: str) -> int:
     return sum(file.stat().st_size for file in Path(model).iterdir() if file.suffix in WEIGHTS)
-
-
-def find_session_directory() -> str | None:
-    """Return the directory of Ray's session on this node, which ends with it; None in a process without Ray."""
-    from ray._private import worker
-
-    return None if worker._global_node is None else str(worker._global_node.get_session_dir_path())

@@ -8,8 +8,8 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.workers.environment import find_session_directory
 from gkd.config import Reward
+from gkd.inference.vllm_environment import find_session_directory
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
 
