@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, entry_point
+from gkd.errors import ConfigError, Parser, RunFailed, entry_point
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -84,9 +84,13 @@ def view(run: RunFiles | None) -> RenderableType:
     from gkd.cluster.gpu import read_gpus
     from gkd.observability import live
 
-    present = read_gpus()
     parts: list[RenderableType] = [] if run is None else [progress_line(run), ""]
-    parts.append(_gpus(present, run) if present else "this machine has no GPU")
+    try:
+        present = read_gpus()
+        parts.append(_gpus(present, run) if present else "this machine has no GPU")
+    except RunFailed as error:  # a GPU is lost: the run is all the more worth a look
+        present = []
+        parts.append(str(error))
     if run is not None:
         if not present:
             parts.append(_processes(run))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STAND_IN = "SIM-"  # how the stand-in for a UUID begins
@@ -26,7 +27,8 @@ SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs 
 def nvml() -> Iterator[Any]:
     """Yield NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
 
-    Raises ConfigError where there are GPUs but no nvidia-ml-py.
+    Raises ConfigError where there are GPUs but no nvidia-ml-py, and RunFailed for what the driver answers in the block
+    with an error, as of a GPU that it has lost.
     """
     try:
         import pynvml
@@ -42,15 +44,22 @@ def nvml() -> Iterator[Any]:
         return
     try:
         yield pynvml
+    except pynvml.NVMLError as error:
+        raise RunFailed(f"NVIDIA's driver on {platform.node()}: {error} (nvidia-smi names the GPU)") from None
     finally:
         pynvml.nvmlShutdown()
 
 
 def _handles(library: Any) -> list[Any]:
-    """Return what an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver."""
-    return (
-        [] if library is None else [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
-    )
+    """Return what an open :func:`nvml` calls this machine's GPUs by, in PCI order; none without a driver.
+
+    NVML counts GPUs that this process may not use as well, such as those of other jobs, and CUDA does not.
+    """
+    handles: list[Any] = []
+    for i in range(0 if library is None else library.nvmlDeviceGetCount()):
+        with contextlib.suppress(library.NVMLError_NoPermission):
+            handles.append(library.nvmlDeviceGetHandleByIndex(i))
+    return handles
 
 
 def _text(value: str | bytes) -> str:
@@ -140,12 +149,17 @@ def uuid_of(entry: str, uuids: list[str]) -> str | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def index_of(entry: str, uuids: list[str]) -> int | None:
-    """Return the number users call a device by: its CUDA_VISIBLE_DEVICES entry, or PCI order when that is a UUID."""
+def index_of(entry: str, uuids: list[str], listed: list[str]) -> int:
+    """Return the number users call a device by: its CUDA_VISIBLE_DEVICES entry, or PCI order when that is a UUID.
+
+    Slices of GPUs count by their places in ``listed``, the entries of their node's raylet; -1: there is no such device.
+    """
     if entry.isdigit():
         return int(entry)
     uuid = uuid_of(entry, uuids)
-    return uuids.index(uuid) if uuid in uuids else None
+    if uuid in uuids:
+        return uuids.index(uuid)
+    return listed.index(entry) if entry in listed else -1
 
 
 def usable_devices(visible: str | None, uuids: list[str]) -> list[str]:
@@ -164,14 +178,18 @@ def usable_devices(visible: str | None, uuids: list[str]) -> list[str]:
 def node_indices(visible: str | None, n_gpus: int, uuids: list[str]) -> list[int]:
     """Return indices of the ``n_gpus`` GPUs that Ray hands out where its raylet has this CUDA_VISIBLE_DEVICES."""
     entries = (parse_visible_devices(visible) or [str(i) for i in range(n_gpus)])[:n_gpus]
-    numbers = [index_of(entry, uuids) for entry in entries]
-    return [position if number is None else number for position, number in enumerate(numbers)]
+    return [index_of(entry, uuids, entries) for entry in entries]
+
+
+def read_raylet_environment() -> dict[str, str]:
+    """Return the variables of the node's raylet, the parent of this process, which is a worker."""
+    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
+    return dict(entry.partition("=")[::2] for entry in environ.split("\0"))
 
 
 def indices_of_raylet(n_gpus: int) -> list[int]:
-    """Return indices of the ``n_gpus`` GPUs of this node, by the environment of its raylet, this process' parent."""
-    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
-    variables = dict(entry.partition("=")[::2] for entry in environ.split("\0"))
+    """Return indices of the ``n_gpus`` GPUs of this node, by the environment of its raylet."""
+    variables = read_raylet_environment()
     uuids = [] if variables.get(SIMULATED) == "1" else nvml_uuids()
     return node_indices(variables.get(VISIBLE), n_gpus, uuids)
 
@@ -186,20 +204,22 @@ class Devices:
 
 
 def visible_devices(visible: str, node_id: str) -> Devices:
-    """Return devices of a process on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
+    """Return devices of a worker on Ray node ``node_id`` (hex) whose CUDA_VISIBLE_DEVICES is ``visible``.
 
     An entry that names no device counts for nothing, so that it shows as a fault later.
     """
     entries = parse_visible_devices(visible) or []
+    has_numbers = all(entry.isdigit() for entry in entries)
+    listed = [] if has_numbers else parse_visible_devices(read_raylet_environment().get(VISIBLE)) or []
     uuids = [] if os.environ.get(SIMULATED) == "1" else nvml_uuids()
     if not uuids:  # no GPU on this machine: Ray's numbers are all there is
-        indices = [int(entry) if entry.isdigit() else position for position, entry in enumerate(entries)]
+        indices = [index_of(entry, uuids, listed) for entry in entries]
         return Devices(len(entries), [f"{STAND_IN}{node_id[:8]}-{entry}" for entry in entries], indices)
-    pairs = [(uuid_of(entry, uuids), index_of(entry, uuids)) for entry in entries]
+    pairs = [(uuid_of(entry, uuids), index_of(entry, uuids, listed)) for entry in entries]
     return Devices(
         count=sum(uuid is not None for uuid, _ in pairs),
         uuids=[uuid for uuid, _ in pairs if uuid is not None],
-        indices=[-1 if index is None else index for uuid, index in pairs if uuid is not None],
+        indices=[index for uuid, index in pairs if uuid is not None],
     )
 
 

@@ -1,13 +1,17 @@
 """What CUDA_VISIBLE_DEVICES entries mean, with and without GPUs."""
 
+import platform
 import sys
 import types
 
 import pytest
 
+from gkd.cli.doctor import _findings
 from gkd.cli.doctor.devices import Gpus, read_gpus
+from gkd.cli.monitor import main as monitor
 from gkd.cluster import gpu
-from gkd.cluster.gpu import node_indices, usable_devices, uuid_of, visible_devices
+from gkd.cluster.gpu import index_of, node_indices, usable_devices, uuid_of, visible_devices
+from gkd.errors import RunFailed
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
 
@@ -19,7 +23,11 @@ def three_gpus(monkeypatch):
     class NVMLError(Exception):
         pass
 
+    class NVMLError_NoPermission(NVMLError):
+        pass
+
     fake = types.ModuleType("pynvml")
+    fake.NVMLError_NoPermission = NVMLError_NoPermission
     fake.NVMLError, fake.nvmlInit, fake.nvmlShutdown = NVMLError, lambda: None, lambda: None
     fake.nvmlDeviceGetCount = lambda: 3
     fake.nvmlDeviceGetHandleByIndex = lambda index: index
@@ -50,6 +58,39 @@ def test_indices_are_those_of_cuda_visible_devices():
     assert node_indices(None, 2, []) == [0, 1]
     assert node_indices("4,5,6", 2, []) == [4, 5]
     assert node_indices("GPU-bbbb3333,GPU-aaaa1111", 2, UUIDS) == [2, 0]
+
+
+def test_slices_of_gpus_have_the_places_that_their_raylet_lists_them_in():
+    assert node_indices("MIG-7,MIG-5,MIG-6", 2, UUIDS) == [0, 1]
+    assert index_of("MIG-5", UUIDS, ["MIG-7", "MIG-5"]) == 1
+    assert index_of("MIG-6", UUIDS, ["MIG-7", "MIG-5"]) == -1
+
+
+def test_a_gpu_that_this_process_may_not_use_is_none_of_its_own(three_gpus):
+    """NVML counts those of other jobs on the machine as well, where a job of Slurm's is kept to its own."""
+
+    def get_handle(index):
+        if index == 0:
+            raise three_gpus.NVMLError_NoPermission
+        return index
+
+    three_gpus.nvmlDeviceGetHandleByIndex = get_handle
+    assert gpu.nvml_uuids() == UUIDS[1:]
+    assert visible_devices("0", "0123456789abcdef").uuids == ["GPU-aaaa2222"]
+
+
+def test_a_gpu_that_the_driver_has_lost_is_named_by_the_machine(three_gpus, capsys):
+    def get_handle(index):
+        raise three_gpus.NVMLError("GPU is lost")
+
+    three_gpus.nvmlDeviceGetHandleByIndex = get_handle
+    three_gpus.nvmlSystemGetDriverVersion, three_gpus.nvmlSystemGetCudaDriverVersion = lambda: "580.1", lambda: 13000
+    with pytest.raises(RunFailed, match=rf"{platform.node()}: GPU is lost"):
+        gpu.nvml_uuids()
+    finding = next(finding for finding in _findings(None) if finding.subject == "gpus")
+    assert finding.level == "failed" and platform.node() in finding.observation
+    assert monitor(["--once"]) == 0
+    assert platform.node() in capsys.readouterr().out
 
 
 def test_a_real_device_has_its_own_uuid(three_gpus):

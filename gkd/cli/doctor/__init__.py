@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gkd.cli.doctor.finding import Finding, confirm, fail
-from gkd.errors import Parser, entry_point
+from gkd.errors import Parser, RunFailed, entry_point
 
 
 @entry_point
@@ -45,12 +45,16 @@ def _findings(address: str | None) -> Iterator[Finding]:
     from gkd.cli.doctor import devices, packages, system
     from gkd.cluster.session import local
 
-    gpus = devices.read_gpus()
+    try:
+        gpus = devices.read_gpus()
+        about_gpus = devices.check_gpus(gpus)
+    except RunFailed as error:
+        gpus, about_gpus = None, iter([fail("gpus", str(error), "reset that GPU, or the machine: no run starts here")])
     n_gpus = 0 if gpus is None else len(gpus.names)
     yield from packages.check_python()
     yield from packages.check_packages()
     yield from packages.check_build(n_gpus)
-    yield from devices.check_gpus(gpus)
+    yield from about_gpus
     yield from devices.check_compiler(gpus)
     yield from devices.check_mps(gpus)
     yield from devices.check_torch(gpus)

@@ -42,7 +42,10 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | None:
-    """Return what there is; None where there is no driver, or no package to reach it, which another check reports."""
+    """Return what there is; None where there is no driver, or no package to reach it, which another check reports.
+
+    Raises RunFailed where the driver answers with an error.
+    """
     try:
         driver, there = gpu.read_driver(), gpu.read_gpus()
     except ConfigError:

@@ -20,12 +20,15 @@ FAKE_NVML = """
 class NVMLError(Exception):
     pass
 
+class NVMLError_NoPermission(NVMLError):
+    pass
+
 def nvmlInit(): pass
 def nvmlShutdown(): pass
 def nvmlDeviceGetCount(): return 4
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetUUID(index): return UUIDS[index]
-def nvmlDeviceGetHandleByUUID(uuid): return UUIDS.index(uuid)
+def nvmlDeviceGetHandleByUUID(uuid): return 0 if uuid.startswith("MIG-") else UUIDS.index(uuid)
 def nvmlDeviceGetMemoryInfo(index): return type("Memory", (), {"total": 80 << 30})
 """
 
@@ -109,6 +112,19 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
     (logs,) = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("logs ")]
     assert Path(logs).is_dir()
     shutil.rmtree(Path(logs).parents[1])
+
+
+def test_slices_of_gpus_have_the_numbers_of_their_places_in_the_list(tmp_path):
+    """They have none of their own: a range would wait for as long as it may for GPUs that are free."""
+    run = start(
+        *REAL, "trainer.gpus=2", "rollout.gpus=0", "teacher.gpus=1", "cluster.reserve_timeout_s=30", "--json=out.json",
+        cwd=tmp_path, CUDA_VISIBLE_DEVICES="MIG-b,MIG-a,MIG-c",
+        **fake_gpus(tmp_path / "a", [f"GPU-{letter * 8}" for letter in "abcd"]),
+    )  # fmt: skip
+    _, err = run.communicate(timeout=120)
+    assert (run.returncode, err) == (0, "")
+    placed = json.loads((tmp_path / "out.json").read_text())
+    assert [worker["gpu_uuids"] for worker in placed] == [["MIG-c"], ["MIG-b"], ["MIG-a"]]
 
 
 @pytest.mark.parametrize(
