@@ -11,6 +11,7 @@ ends or Ctrl-C; elsewhere, and with --once, it prints once.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,12 +151,12 @@ def _processes(run: RunFiles) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("group", "processes here", "memory", "largest at the last step"):
         table.add_column(title, justify="left" if title == "group" else "right")
-    last = run.last_metrics
+    last, sizes = run.last_metrics, Counter(row["group"] for row in run.placement())
     for group, pids in run.pids().items():
         held = [gb for pid in pids if (gb := resident_gb(pid)) is not None]
         largest = last.get(f"memory/{group}/process_gb")
-        shown = f"{sum(held):.2f} GB" if held else "ended"
-        table.add_row(group, f"{len(held)} of {len(pids)}", shown, "" if largest is None else f"{largest:.2f} GB")
+        shown = f"{sum(held):.2f} GB" if held else "ended" if pids else "elsewhere"
+        table.add_row(group, f"{len(held)} of {sizes[group]}", shown, "" if largest is None else f"{largest:.2f} GB")
     table.add_row("", "", f"{host_free_gb():.2f} GB free", "")
     return table
 

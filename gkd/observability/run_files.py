@@ -67,8 +67,7 @@ class RunFiles:
         """
         if self.is_finished or self.failure is not None:
             return False
-        here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-        pids = [row["pid"] for row in self.placement() if row["node"] in here]
+        pids = [pid for its in self.pids().values() for pid in its]
         if not pids or any(psutil.pid_exists(pid) for pid in pids) or self._is_held():
             return False
         written = [file.stat().st_mtime for name in WRITTEN if (file := self.path / name).exists()]
@@ -139,10 +138,13 @@ class RunFiles:
         return placed
 
     def pids(self) -> dict[str, list[int]]:
-        """Return processes by group."""
+        """Return the processes on this machine by group; those of other machines have pids of programs here."""
+        here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
         pids: dict[str, list[int]] = {}
         for row in self.placement():
-            pids.setdefault(row["group"], []).append(row["pid"])
+            its = pids.setdefault(row["group"], [])
+            if row["node"].partition("/")[0] in here:  # behind it is the Ray node, where several share an address
+                its.append(row["pid"])
         return pids
 
     def groups_on(self, uuid: str) -> list[str]:

@@ -46,10 +46,19 @@ def test_progress_is_that_of_the_last_whole_line(run: RunFiles) -> None:
     assert "finished, 1 steps" in progress_line(run)
 
 
-def test_groups_and_their_processes(run: RunFiles) -> None:
+def test_groups_and_their_processes(run: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.groups_on("GPU-1") == ["actor", "rollout"]
     assert run.groups_on("GPU-2") == []
     assert run.pids() == {"actor": [os.getpid()], "rollout": [os.getpid()]}
+    placed = json.loads((run.path / "placement.json").read_text())
+    placed[0]["node"], placed[1]["node"] = "192.0.2.1", "127.0.0.1/0a1b2c3d"
+    (run.path / "placement.json").write_text(json.dumps(placed))
+    assert run.pids() == {"actor": [], "rollout": [os.getpid()]}  # the first is a program of another machine
+    assert main([str(run.path), "--once"]) == 0
+    actor, rollout = (
+        line.split()[1:4] for line in capsys.readouterr().out.splitlines() if line[:5] in ("actor", "rollo")
+    )
+    assert actor == ["0", "of", "1"] and rollout == ["1", "of", "1"]
     assert resident_gb(os.getpid()) > 0.01
     assert resident_gb(2**22 + 1) is None
 
