@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ from gkd.cluster.session.shutdown import (
 )
 from gkd.config import MAX_AUTO_SIMULATED_GPUS, Cluster, Config
 from gkd.config.device import installed_device
+from gkd.durable import reason
 from gkd.errors import ConfigError, RunFailed, one_line
 
 CONNECT_TIMEOUT_S = 10.0
@@ -45,6 +47,7 @@ RELEASE_TIMEOUT_S = 15.0
 JOIN_S = 5.0
 SHUTDOWN_TIMEOUT_S = 30.0
 PREFIX = "gkd-run-"
+LONGEST_BASE = 26  # Ray puts Unix sockets up to 81 characters deeper, and their paths may have 107
 RESTART_GRACE_S = 10.0
 """Time the control service of a cluster may be away: some clusters start it again. That of a private Ray is not."""
 log = logging.getLogger("gkd")
@@ -294,11 +297,16 @@ def start_needed_servers_only() -> Iterator[None]:
 
 
 def _new_directory() -> str:
-    # Ray puts Unix sockets below it, whose paths may have 107 characters: TMPDIR can be too long for that.
     base = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
+    base = str(Path(base).absolute())
+    if len(base) > LONGEST_BASE:
+        raise ConfigError(f"RAY_TMPDIR={base}: at most {LONGEST_BASE} characters; Ray's sockets go below it")
     for path in reaper.clear(base, PREFIX):
         log.info("removed %s of a run that was killed", path)
-    return tempfile.mkdtemp(prefix=PREFIX, dir=base)
+    try:
+        return tempfile.mkdtemp(prefix=PREFIX, dir=base)
+    except OSError as error:
+        raise ConfigError(f"RAY_TMPDIR={base}: {reason(error)}") from None
 
 
 def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[bytes] | None, keep_logs: bool) -> None:

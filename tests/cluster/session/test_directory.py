@@ -1,0 +1,30 @@
+"""Where a private Ray has its files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster.session.connect import LONGEST_BASE, _new_directory
+from gkd.errors import ConfigError
+
+
+def test_a_place_that_is_not_there_or_too_long_for_sockets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))
+    fits, too_long = (base / ("x" * (length - len(str(base)) - 1)) for length in (LONGEST_BASE, LONGEST_BASE + 1))
+    try:
+        monkeypatch.setenv("RAY_TMPDIR", str(fits))
+        with pytest.raises(ConfigError, match=re.escape(f"RAY_TMPDIR={fits}")):
+            _new_directory()
+        fits.mkdir()
+        assert Path(_new_directory()).parent == fits
+        too_long.mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", str(too_long))
+        with pytest.raises(ConfigError, match=re.escape(f"RAY_TMPDIR={too_long}")):
+            _new_directory()
+    finally:
+        shutil.rmtree(base)
