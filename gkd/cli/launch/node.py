@@ -15,11 +15,13 @@ import argparse
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,7 +115,7 @@ def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
 
     if options.command == "worker":
         # A machine is one node, unless its GPUs are simulated.
-        return node.address == options.address and options.simulate_gpus is None
+        return options.simulate_gpus is None and _resolve(node.address) == _resolve(options.address)
     if node.kind != "head":
         return False
     if not listens(node.address, CONNECT_TIMEOUT_S):
@@ -131,6 +133,14 @@ def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
                 "./launch/ray_cluster.sh stop ends it"
             )
     return True
+
+
+def _resolve(address: str) -> tuple[str, str]:
+    """Return the address that the host's name stands for, where that is known, and the port of ``host:port``."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        host = str(socket.getaddrinfo(host, None)[0][4][0])
+    return host, port
 
 
 def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNode:

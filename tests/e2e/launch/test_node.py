@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,27 @@ def test_what_a_dead_head_left_is_ended_and_a_run_that_joined_is_not(
             process.kill()
             process.wait()
         shutil.rmtree(logs)
+
+
+@pytest.mark.parametrize(("address", "code"), [("localhost:6379", 0), ("127.0.0.1:6380", 2)])
+def test_a_machine_does_not_join_a_cluster_twice_by_two_names_of_its_head(
+    address: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray would hand out its GPUs twice. At another port is another cluster, here one that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = address.replace("6380", str(port))
+    node = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={local.MARK: "feedbeef"})
+    try:
+        LocalNode("worker", "127.0.0.1:6379", None, node.pid, "feedbeef").write()
+        while not local.nodes():
+            assert node.poll() is None
+        assert main(["worker", "--address", address]) == code
+        out, err = capsys.readouterr()
+        assert (f"pid {node.pid}" in out) == (code == 0) and (address in err) == (code == 2)
+    finally:
+        node.kill()
+        node.wait()
 
 
 def _writer(log: Path) -> subprocess.Popen[bytes]:
