@@ -13,6 +13,7 @@ import shutil
 import signal
 import stat
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -117,11 +118,12 @@ def _read_records() -> list[LocalNode]:
 
 
 def clear() -> None:
-    """Remove the files of nodes that do not run any more."""
+    """Remove the files of nodes that do not run any more; another that is starting now is not written down yet."""
     running = {node.mark for node in nodes()}
     for path in directory().iterdir():
         kind, _, mark = path.stem.partition("-")
-        if kind in ("node", "ray") and mark not in running:
+        is_new = time.time() - path.stat().st_mtime < reaper.NEW_S
+        if kind in ("node", "ray") and mark not in running and not is_new:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -98,6 +98,17 @@ def test_a_machine_does_not_join_a_cluster_twice_by_two_names_of_its_head(
         node.wait()
 
 
+def test_what_nodes_have_left_is_removed_but_not_the_log_of_one_that_is_starting(directory: Path) -> None:
+    new, old, files = directory / "node-1111.log", directory / "node-2222.log", directory / "ray-2222"
+    files.mkdir()
+    for path in (new, old):
+        path.touch()
+    for path in (old, files):
+        os.utime(path, (0, 0))
+    local.clear()
+    assert list(directory.iterdir()) == [new]
+
+
 def _writer(log: Path) -> subprocess.Popen[bytes]:
     """A process in a session of its own that holds ``log`` open."""
     program = f"import time; f = open({str(log)!r}, 'w'); print('open', flush=True); time.sleep(600)"
