@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,12 @@ def check_cluster() -> Iterator[Finding]:
         ray.cloudpickle.register_pickle_by_value(module)
     try:
         facts: list[NodeFacts] = []
-        for node in nodes:
+        # All at once: each starts a process, and a cluster may have many nodes.
+        collected = [_on(node, node_module.collect_facts).remote(node_module.PACKAGES) for node in nodes]
+        for node, ref in zip(nodes, collected, strict=True):
             name = f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
             try:
-                facts.append(_collect_facts(node, name))
+                facts.append(_read_facts(node, name, ref))
             except (ray.exceptions.RayError, TimeoutError) as error:
                 yield fail(
                     "node", f"{name} does not answer: {one_line(error)}", "start it again with ./launch/ray_cluster.sh"
@@ -70,16 +72,14 @@ def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
         yield _gpus(node)
 
 
-def _collect_facts(node: dict[str, Any], name: str) -> NodeFacts:
-    there = {
-        "num_cpus": 0,
-        "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-    }
-    collect_facts, clock = (
-        ray.remote(function).options(**there) for function in (node_module.collect_facts, node_module.clock)
-    )
-    facts = ray.get(collect_facts.remote(node_module.PACKAGES), timeout=ASK_TIMEOUT_S)
+def _on(node: dict[str, Any], function: Callable[..., Any]) -> Any:
+    """Return a function as one that runs on a node."""
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+
+
+def _read_facts(node: dict[str, Any], name: str, collected: Any) -> NodeFacts:
+    facts, clock = ray.get(collected, timeout=ASK_TIMEOUT_S), _on(node, node_module.clock)
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         before = time.time()
