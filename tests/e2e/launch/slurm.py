@@ -37,7 +37,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -49,8 +49,8 @@ SlurmdTimeout=5
 MinJobAge=300
 FirstJobId={first}
 GresTypes=gpu
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs=4 Gres=gpu:1
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:1
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cpus} Gres=gpu:1
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:1
 PartitionName=all Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -78,7 +78,7 @@ class Slurm:
         (folder / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={folder}/gpu0\n")
         ports = [free_port() for _ in range(3)]
         first = 100_000 + os.getpid() % 1_000_000  # a job's ports and folder are by its number
-        who = {"host": socket.gethostname(), "user": getpass.getuser(), "first": first}
+        who = {"host": socket.gethostname(), "user": getpass.getuser(), "first": first, "cpus": os.cpu_count()}
         text = CONFIGURATION.format(folder=folder, port=ports[0], ports=ports[1:], **who)
         (folder / "slurm.conf").write_text(text)
         files = [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
@@ -105,8 +105,8 @@ class Slurm:
         """Queue launch/slurm.sbatch on both nodes, one simulated GPU each; returns the job's number."""
         options = ["--parsable", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--time=10"]
         options.append(f"--output={self.folder}/job-%j.log")
-        simulated = {"GKD_PYTHON": sys.executable, "GKD_SIMULATE_GPUS": "1"}
-        return int(self._do("sbatch", *options, str(ROOT / "launch" / "slurm.sbatch"), *overrides, **simulated))
+        variables = {"GKD_PYTHON": sys.executable, "GKD_SIMULATE_GPUS": "1", "SLURM_CPU_BIND": "cores"}
+        return int(self._do("sbatch", *options, str(ROOT / "launch" / "slurm.sbatch"), *overrides, **variables))
 
     def state(self, job: int) -> str:
         """Return what Slurm calls a job's state, and the exit code: ``COMPLETED 0:0``."""

@@ -43,6 +43,7 @@ def test_slurm_reads_the_directives() -> None:
     options = directives()
     assert options.keys() >= {"nodes", "gpus-per-node", "cpus-per-task", "time", "output"}
     assert options["ntasks-per-node"] == "1"
+    assert "/" not in options["output"]  # Slurm makes no directories, and ends a job without a log without a word
     assert sum("EDIT:" in line for line in lines) == 5
     subprocess.run(["bash", "-n", SBATCH], check=True)
 

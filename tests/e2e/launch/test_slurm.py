@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -39,9 +40,7 @@ def steps(output: Path) -> list[int]:
 
 def nothing_is_left(slurm: Slurm, job: int) -> bool:
     directory = Path(f"/tmp/gkd-{job}")
-    gone = eventually(lambda: not slurm.processes(job) and not marked(directory), 60)
-    shutil.rmtree(directory, ignore_errors=True)
-    return gone
+    return eventually(lambda: not slurm.processes(job) and not marked(directory), 60)
 
 
 def test_a_job_goes_on_after_a_node_died_to_its_end_and_one_that_is_cancelled_leaves_nothing(
@@ -58,6 +57,8 @@ def test_a_job_goes_on_after_a_node_died_to_its_end_and_one_that_is_cancelled_le
     ]
     job = slurm.submit(*settings, f"trainer.total_steps={n_steps}")
     assert eventually(lambda: len(steps(output)) > 3, 240), slurm.log(job)
+    raylets = [process for process in slurm.processes(job) if process.name() == "raylet"]
+    assert [len(raylet.cpu_affinity()) for raylet in raylets] == [min(2, os.cpu_count() or 1)] * 2  # --cpus-per-task
     placed = json.loads((output / "placement.json").read_text())
     assert len({worker["node"] for worker in placed}) == 2
     slurm.kill_node("node2", job)
@@ -73,9 +74,11 @@ def test_a_job_goes_on_after_a_node_died_to_its_end_and_one_that_is_cancelled_le
     ended = slurm.log(job)[resumed.end() :]
     assert "Killed" not in ended  # Ray's nodes end by themselves
     assert nothing_is_left(slurm, job)
+    assert not Path(f"/tmp/gkd-{job}").exists()
     cancelled = tmp_path / "other"
     other = slurm.submit(*settings[:-1], "trainer.total_steps=100000", f"trainer.output_dir={cancelled}")
     assert eventually(lambda: len(steps(cancelled)) > 1, 240), slurm.log(other)
     slurm.cancel(other)
     slurm.wait_for(other, "CANCELLED", 120)
     assert nothing_is_left(slurm, other)
+    shutil.rmtree(f"/tmp/gkd-{other}")  # Ray's logs
