@@ -123,13 +123,14 @@ def are_simulated(uuids: Iterable[str]) -> bool:
     return all(uuid.startswith(STAND_IN) for uuid in uuids)
 
 
-def smallest_memory(uuids: list[str]) -> int | None:
-    """Return bytes of the smallest of these devices, as the driver counts them; None where none of them is real."""
+def read_memory(uuids: list[str]) -> tuple[int, int] | None:
+    """Return bytes of the smallest of these devices, as the driver counts them, and those in use; None of none real."""
     if are_simulated(uuids):
         return None
     with nvml() as library:
         devices = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids if not are_simulated([uuid])]
-        return min(int(library.nvmlDeviceGetMemoryInfo(handle).total) for handle in devices)
+        sizes = [library.nvmlDeviceGetMemoryInfo(handle) for handle in devices]
+        return min((int(size.total), int(size.total - size.free)) for size in sizes)
 
 
 def parse_visible_devices(value: str | None) -> list[str] | None:

@@ -15,6 +15,9 @@ from gkd.cluster.gpu import are_simulated, range_text
 if TYPE_CHECKING:
     from gkd.config.device import Device
 
+USED = 0.1
+"""Share of a GPU's memory that the driver and its contexts take at most."""
+GIB = 1 << 30
 UUID_SHOWN = 14
 """Characters of a UUID in a narrow table, which distinguish the GPUs of a machine."""
 
@@ -35,6 +38,8 @@ class DeviceReport:
     """The numbers that ``gpus`` ranges call the devices by."""
     gpu_bytes: int | None = None
     """Memory of the smallest device; None where they are simulated."""
+    gpu_used: int = 0
+    """Bytes of it that are in use, by other programs: this one has loaded nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,16 @@ def faults(
     ``shared`` the pairs of groups that may be on the same GPU.
     """
     return [*_collisions(reports, shared), *_wrong_devices(reports), *_broken_ranges(reports, ranges)]
+
+
+def describe_use(reports: Sequence[Report]) -> list[str]:
+    """Return one line for each GPU whose memory other programs use: a plan takes all of it to be the run's."""
+    used = {uuid: r for r in reports for uuid in r.gpu_uuids if r.gpu_bytes and r.gpu_used > USED * r.gpu_bytes}
+    return [
+        f"GPU {uuid} of {r.node} ({r.group} rank {r.rank}): other programs use {r.gpu_used / GIB:.1f} of its "
+        f"{(r.gpu_bytes or 0) / GIB:.1f} GiB (nvidia-smi names them), and the run may want all of it"
+        for uuid, r in used.items()
+    ]
 
 
 def _collisions(reports: Sequence[Report], shared: Collection[frozenset[str]]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gkd import durable
-from gkd.cluster.layout.assignment import Report, faults
+from gkd.cluster.layout.assignment import Report, describe_use, faults
 from gkd.cluster.layout.fit import fits, gpus_text, may_share, share_gpus
 from gkd.cluster.layout.nodes import GroupRequest, group_requests
 from gkd.cluster.session.connect import Session
@@ -144,6 +144,8 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     wrong = faults(placement.reports, ranges, config.may_share())
     if wrong:
         raise PlacementFault(wrong, placement)
+    for line in describe_use(placement.reports):
+        log.warning(line)
     return placement
 
 

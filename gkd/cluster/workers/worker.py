@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import ray
 
-from gkd.cluster.gpu import VISIBLE, smallest_memory, visible_devices
+from gkd.cluster.gpu import VISIBLE, read_memory, visible_devices
 from gkd.cluster.layout.assignment import DeviceReport
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.environment import allocate_by
@@ -64,6 +64,7 @@ class Worker:
         context = ray.get_runtime_context()
         visible = os.environ[VISIBLE]
         devices = visible_devices(visible, context.get_node_id())
+        memory = read_memory(devices.uuids)
         return DeviceReport(
             node_id=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
@@ -73,7 +74,8 @@ class Worker:
             device_count=devices.count,
             gpu_uuids=devices.uuids,
             gpu_indices=devices.indices,
-            gpu_bytes=smallest_memory(devices.uuids),
+            gpu_bytes=None if memory is None else memory[0],
+            gpu_used=0 if memory is None else memory[1],
         )
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, faults, print_table
+from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, describe_use, faults, print_table
 from gkd.cluster.workers import placement as placement_module
 from gkd.cluster.workers.group import Group
 from gkd.cluster.workers.placement import Placement, PlacementFault
@@ -28,6 +28,13 @@ def report(group, rank, gpu, uuid=None, **changes):
 
 def test_a_right_assignment_has_no_faults():
     assert faults([report("actor", 0, 0), report("rollout", 0, 1), report("rollout", 1, 2)], NO_RANGES) == []
+
+
+def test_a_gpu_that_other_programs_use_is_named_once():
+    some, much = ({"gpu_bytes": 80 << 30, "gpu_used": used << 30} for used in (2, 40))
+    reports = [report("actor", 0, 0, **some), report("rollout", 0, 1, **much), report("teacher", 0, 1, **much)]
+    (line,) = describe_use([*reports, report("teacher", 1, 2)])
+    assert contains_in_order(line, "GPU-1", "10.0.0.1", "40.0", "80.0 GiB")
 
 
 def test_a_shared_gpu_names_both_workers():

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from gkd.cli import verify_gpus
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import configuration
 
 REAL = ["cluster.simulate_gpus=null", "cluster.cpus_per_worker=0.5"]
@@ -29,7 +30,8 @@ def nvmlDeviceGetCount(): return 4
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetUUID(index): return UUIDS[index]
 def nvmlDeviceGetHandleByUUID(uuid): return 0 if uuid.startswith("MIG-") else UUIDS.index(uuid)
-def nvmlDeviceGetMemoryInfo(index): return type("Memory", (), {"total": 80 << 30})
+def nvmlDeviceGetMemoryInfo(index):
+    return type("Memory", (), {"total": 80 << 30, "free": (79 - 30 * (index == 3)) << 30})
 """
 
 
@@ -45,7 +47,7 @@ def fake_gpus(folder, uuids):
     """A machine with four GPUs of these UUIDs, as far as NVML goes."""
     folder.mkdir()
     (folder / "pynvml.py").write_text(f"UUIDS = {uuids!r}\n{FAKE_NVML}")
-    return {"PYTHONPATH": str(folder), "GKD_SIMULATED_GPUS": ""}
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{SCRIPT.parents[1]}", "GKD_SIMULATED_GPUS": ""}
 
 
 def last_line(out):
@@ -97,7 +99,9 @@ def test_real_gpus_by_uuid_are_right_and_two_tokens_of_one_gpu_collide(tmp_path)
         **fake_gpus(tmp_path / "b", [gpus[0], gpus[1], gpus[1], gpus[2]]),
     )
     out, err = right.communicate(timeout=120)
-    assert (right.returncode, err) == (0, "")
+    assert right.returncode == 0
+    (line,) = err.splitlines()  # of the actor's GPU, which somebody else uses
+    assert contains_in_order(line, gpus[3], "actor rank 0", "31.0", "80.0 GiB")
     assert [r["gpu_uuids"] for r in json.loads((tmp_path / "out.json").read_text())] == [
         [gpus[3]], [gpus[1]], [gpus[0]],
     ]  # fmt: skip
