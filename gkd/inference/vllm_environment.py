@@ -48,8 +48,10 @@ def meet_in_session() -> None:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     if (directory := find_session_directory()) is not None:
-        if len(directory) < MOST_SOCKET_PATH:
-            os.environ["VLLM_RPC_BASE_PATH"] = directory
+        for place in (directory, str(Path(directory).parent)):  # of Ray's own files, which a cluster's node removes
+            if len(place) < MOST_SOCKET_PATH:
+                os.environ["VLLM_RPC_BASE_PATH"] = place
+                break
         for executor in (multiproc_executor, uniproc_executor):
             executor.get_file_store_init_method = lambda: f"file://{directory}/vllm_dist_{uuid4().hex}"
 

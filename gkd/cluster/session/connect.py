@@ -348,7 +348,10 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
     def release() -> None:
         # A cluster that is gone has nothing to give back, and the error that matters is on its way already.
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
-            session.release(list(session.workers), list(session.placement_groups))
+            workers = list(session.workers)
+            if session.directory is None and workers:  # of a private Ray all is ended and removed afterwards
+                ray.wait([each.end_children.remote() for each in workers], num_returns=len(workers), timeout=JOIN_S)
+            session.release(workers, list(session.placement_groups))
         deadline = time.monotonic() + JOIN_S
         for thread in session.threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -74,8 +74,16 @@ def end(find: Callable[[], list[int]], grace_s: float, mapped: frozenset[tuple[i
                     continue
         time.sleep(0.05)
     if not left:
-        _remove(names)
+        remove_shared_memory(names)
     return left
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 def shared_files() -> dict[int, str]:
@@ -131,11 +139,12 @@ def read_record(directory: str) -> frozenset[tuple[int, str]]:
     return frozenset((int(number), name) for number, _, name in pairs if number.isdigit() and name.startswith(SHARED))
 
 
-def _remove(names: frozenset[tuple[int, str]]) -> None:
-    """Remove files of shared memory that no process has any more, and that nobody has made anew since."""
+def remove_shared_memory(names: frozenset[tuple[int, str]]) -> None:
+    """Remove files of shared memory that no other process has any more, and that nobody has made anew since."""
     if not names:
         return
-    used = shared_memory([int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()])
+    pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    used = shared_memory(sorted(pids - {os.getpid()}))
     for number, name in names - used:
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if Path(name).stat().st_ino == number:

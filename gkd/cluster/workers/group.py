@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.session.control_service import ControlService
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
+from gkd.cluster.workers.worker import end_family
 from gkd.errors import ControlLost, RunFailed
 
 log = logging.getLogger("gkd")
@@ -163,10 +164,7 @@ def kill_worker(pid: int) -> None:
     with suppress(OSError, psutil.NoSuchProcess):
         if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             return
-        worker = psutil.Process(pid)
-        for process in (worker, *worker.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        end_family(pid)
 
 
 def gather(

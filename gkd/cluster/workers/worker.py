@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ import ray
 
 from gkd.cluster.gpu import VISIBLE, read_memory, visible_devices
 from gkd.cluster.layout.assignment import DeviceReport
+from gkd.cluster.session import reaper
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.environment import allocate_by
 from gkd.errors import RunFailed
@@ -42,6 +43,12 @@ def pause_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def end_family(pid: int, itself: bool = True) -> None:
+    """Kill what process ``pid`` has started, and it, and remove what they share by name, which outlives a kill."""
+    pids = [child.pid for child in psutil.Process(pid).children(recursive=True)] + [pid] * itself
+    reaper.end(lambda: list(filter(reaper.is_running, pids)), 0.0, reaper.shared_memory([pid]))
 
 
 class Worker:
@@ -148,6 +155,11 @@ class Worker:
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def end_children(self) -> None:
+        """End what this process has started, and leave nothing that it shares with that; before Ray kills this one."""
+        end_family(os.getpid(), itself=False)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def end_after_any(self, calls: Sequence[Any]) -> None:
         """End this process and its children as soon as one of these calls of other workers ends, as it does on failure.
 
@@ -158,9 +170,7 @@ class Worker:
         def watch() -> None:
             try:
                 ray.wait(list(calls), num_returns=1, timeout=None)  # for as long as the engine lives
-                for child in psutil.Process().children(recursive=True):
-                    with suppress(psutil.NoSuchProcess):
-                        child.kill()
+                end_family(os.getpid(), itself=False)
             finally:  # whatever went wrong: unwatched, it might wait for ever
                 os._exit(1)
 

@@ -4,7 +4,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -129,6 +132,30 @@ def test_children_of_workers_end_with_the_session(cluster):
         (child,) = actor.call("spawn_child", timeout_s=30)
         assert alive(child)
     assert eventually(lambda: not alive(child))
+
+
+def test_what_a_process_shares_with_its_children_does_not_outlive_them():
+    """As vLLM's queues between the processes of an engine: nobody else removes it where Ray kills the worker."""
+    program = """
+import os, sys, time
+from multiprocessing import shared_memory
+from gkd.cluster.workers.worker import end_family
+memory = shared_memory.SharedMemory(create=True, size=8)
+if os.fork() == 0:
+    time.sleep(600)
+print("/dev/shm/" + memory.name, flush=True)
+sys.stdin.readline()
+end_family(os.getpid(), itself=False)
+os._exit(0)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    name = Path(process.stdout.readline().strip())
+    children = [child.pid for child in psutil.Process(process.pid).children()]
+    assert name.exists() and len(children) == 2  # the other tracks what is shared, until it is killed as well
+    process.communicate("\n", timeout=60)
+    assert not name.exists() and not any(map(alive, children))
 
 
 def test_a_worker_is_killed_with_its_children_and_nobody_else_is():

@@ -266,17 +266,18 @@ def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
     assert stopped >= 3
 
 
-@pytest.mark.parametrize(("length", "there"), [(69, True), (70, False)])
-def test_sockets_of_an_engine_lie_in_rays_session_where_its_name_is_short_enough(
-    length: int, there: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("above", "length", "place"), [(20, 69, "session"), (20, 70, "above"), (70, 90, "elsewhere")])
+def test_sockets_of_an_engine_lie_with_rays_files_where_their_names_are_short_enough(
+    above: int, length: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux takes 107 characters, of which a UUID and a slash are 37."""
+    """In its session, or above, as on a cluster. Linux takes 107 characters, of which a UUID and a slash are 37."""
     from vllm.utils.network_utils import get_open_zmq_ipc_path
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     from gkd.inference.vllm_environment import meet_in_session
 
-    directory = "/" + "s" * (length - 1)
+    parent = "/" + "r" * (above - 1)
+    directory = f"{parent}/{'s' * (length - above - 1)}"
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
     for executor in (multiproc_executor, uniproc_executor):
         monkeypatch.setattr(executor, "get_file_store_init_method", executor.get_file_store_init_method)
@@ -284,5 +285,6 @@ def test_sockets_of_an_engine_lie_in_rays_session_where_its_name_is_short_enough
     monkeypatch.setattr("ray._private.worker._global_node", node)
     meet_in_session()
     path = get_open_zmq_ipc_path().removeprefix("ipc://")
-    assert path.startswith(f"{directory if there else '/elsewhere'}/") and len(path) < 107
+    assert path.rpartition("/")[0] == {"session": directory, "above": parent, "elsewhere": "/elsewhere"}[place]
+    assert len(path) < 107
     assert multiproc_executor.get_file_store_init_method().startswith(f"file://{directory}/")
