@@ -22,7 +22,7 @@ from gkd.data.layouts import (
 )
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
-from gkd.data.templates import begins_itself, question_of, render, require_template
+from gkd.data.templates import begins_itself, question_of, render, require_template, special_ids_around
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -70,8 +70,8 @@ def read_prompts(files: Sequence[str], data: Data, tokenizer: Any, columns: bool
     ``columns``: whether prompts keep all of their rows. Of a prompt that has more than :data:`LENGTHS_COUNTED` times
     ``data.max_prompt_length`` tokens, only so many are there that this is certain.
 
-    A string is tokenised with the tokenizer's own special tokens, unless it begins with the first of them; a list of
-    messages goes through its chat template, without the assistant's turns at its end;
+    A string is tokenised with the tokenizer's own special tokens, but an end token, unless it begins with the first of
+    them; a list of messages goes through its chat template, without the assistant's turns at its end;
     :func:`gkd.data.templates.question_of` states which of them is asked.
     Raises ConfigError for whatever is wrong with a file, a row or a template.
     """
@@ -155,16 +155,13 @@ def _tokenise(rows: list[Row], values: list[Any], tokenizer: Any, data: Data) ->
         texts.append(value if isinstance(value, str) else render(row, key, value, tokenizer, data))
         complete.append(not isinstance(value, str) or begins_itself(value, getattr(tokenizer, "bos_token", None)))
         _require_text(row, key, texts[-1])
-    ids: list[list[int]] = [[]] * len(texts)
-    # A template writes its special tokens itself, so they must not be added a second time.
-    for added in (True, False):
-        left = [i for i, has_all in enumerate(complete) if has_all != added]
-        n_characters = max(1000, 2 * LENGTHS_COUNTED * CHARACTERS_A_TOKEN * longest)
-        while left:  # by beginnings: ten million tokens would take a minute
-            beginnings = [texts[i][:n_characters] for i in left]
-            encoded = tokenizer(beginnings, add_special_tokens=added, verbose=False)["input_ids"]
-            for i, token_ids in zip(left, encoded, strict=True):
-                ids[i] = token_ids
-            left = [i for i in left if len(texts[i]) > n_characters and len(ids[i]) <= LENGTHS_COUNTED * longest]
-            n_characters *= 4
+    (before, after), ids = special_ids_around(tokenizer), [list[int]()] * len(texts)
+    left, n_characters = list(range(len(texts))), max(1000, 2 * LENGTHS_COUNTED * CHARACTERS_A_TOKEN * longest)
+    while left:  # by beginnings: ten million tokens would take a minute
+        beginnings = [texts[i][:n_characters] for i in left]
+        encoded = tokenizer(beginnings, add_special_tokens=False, verbose=False)["input_ids"]
+        for i, token_ids in zip(left, encoded, strict=True):
+            ids[i] = token_ids if complete[i] else [*before, *token_ids, *after]
+        left = [i for i in left if len(texts[i]) > n_characters and len(ids[i]) <= LENGTHS_COUNTED * longest]
+        n_characters *= 4
     return texts, ids

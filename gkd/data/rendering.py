@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gkd.data.prompts import PromptSet
-from gkd.data.templates import begins_itself, chat_template_of
+from gkd.data.templates import begins_itself, chat_template_of, special_ids_around
 from gkd.errors import ConfigError, one_line
 from gkd.types import Int32, Prompt, teacher_of
 
@@ -33,12 +33,8 @@ class Rendering:
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> Rendering:
         """Return the rendering of a transformers tokenizer."""
-        template = chat_template_of(tokenizer)
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        whole = tokenizer("a")["input_ids"]
-        starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
-        start = starts[0] if starts else len(whole)
-        return Rendering(template, dict(tokenizer.special_tokens_map), whole[:start], whole[start + len(plain) :])
+        special_tokens = dict(tokenizer.special_tokens_map)
+        return Rendering(chat_template_of(tokenizer), special_tokens, *special_ids_around(tokenizer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,19 @@ def chat_template_of(tokenizer: Any) -> str | None:
     return chosen
 
 
+def special_ids_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return ids of the special tokens that a tokenizer puts before and after plain text, without an end token.
+
+    A model that is asked to go on behind an end token begins anew.
+    """
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+    if not plain or not starts:
+        return [], []
+    end = getattr(tokenizer, "eos_token_id", None)
+    return list(whole[: starts[0]]), [i for i in whole[starts[0] + len(plain) :] if i != end]
+
+
 def begins_itself(text: str, bos: str | None) -> bool:
     """Return whether plain text has its special tokens in it: it begins with ``bos``, as what a template made does."""
     return bool(bos) and text.startswith(str(bos))

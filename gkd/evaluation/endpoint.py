@@ -7,16 +7,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gkd.config.evaluation import Endpoint
 from gkd.errors import QuestionRefused, RunFailed, describe_error, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Messages, Reply
+from gkd.rewards.chat import ChatModel
 from gkd.types import Sampling
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 LONGEST = 1 << 24
 """Bytes of a question: the endpoint alone counts its tokens."""
@@ -68,7 +66,7 @@ class EndpointReplies:
 
     def __init__(self, model: EndpointModel) -> None:
         self.model = model
-        self._client: asyncio.Future[AsyncOpenAI] | None = None
+        self._chat: asyncio.Future[ChatModel] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -83,13 +81,13 @@ class EndpointReplies:
         """
         from openai import BadRequestError, OpenAIError, UnprocessableEntityError
 
-        assert self._client is not None, "work() runs before anything is asked"
-        settings, client = self.model.settings, await self._client
+        assert self._chat is not None, "work() runs before anything is asked"
+        settings, model = self.model.settings, await self._chat
         name = f"evaluate.endpoints.{self.model.name}: {settings.url}"
         body: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
         body |= _extra_parameters(sampling, question.chat_template_kwargs)
         try:
-            answer = await client.chat.completions.create(
+            answer = await model.complete(
                 model=settings.model,
                 messages=_messages(question, prompt),
                 max_tokens=sampling.max_tokens,
@@ -118,10 +116,9 @@ class EndpointReplies:
         """Hold the connection until this is cancelled."""
         from openai import AsyncOpenAI
 
-        settings, self._client = self.model.settings, asyncio.get_running_loop().create_future()
-        client = AsyncOpenAI(**settings.client_arguments())
-        async with client:
-            self._client.set_result(client)
+        self._chat = asyncio.get_running_loop().create_future()
+        async with AsyncOpenAI(**self.model.settings.client_arguments()) as client:
+            self._chat.set_result(ChatModel(client))
             await asyncio.Event().wait()
 
 

@@ -17,7 +17,7 @@ from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.config.device import require_device
 from gkd.data.model_info import ModelInfo
-from gkd.data.templates import begins_itself
+from gkd.data.templates import begins_itself, special_ids_around
 from gkd.errors import RunFailed, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.reloading import FurtherWeights
@@ -136,13 +136,16 @@ def make_prompt(question: Question, prompt: str | Messages, tokenizer: Any) -> P
     asked = question.prompt
     if isinstance(prompt, str) and asked.messages is not None:
         prompt = [*asked.messages[:-1], {**asked.messages[-1], "content": prompt}]
+    before, after = list[int](), list[int]()
     try:
         if isinstance(prompt, str):
-            text, added = prompt, not begins_itself(prompt, tokenizer.bos_token)
+            text = prompt
+            if not begins_itself(prompt, tokenizer.bos_token):
+                before, after = special_ids_around(tokenizer)
         else:
-            kwargs, added = question.chat_template_kwargs, False
+            kwargs = question.chat_template_kwargs
             text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False, **kwargs)
-        ids = tokenizer(text, add_special_tokens=added, verbose=False)["input_ids"]
+        ids = [*before, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *after]
     except Exception as error:  # a template raises whatever it meets
         raise RunFailed(f"a strategy's messages do not become a prompt: {one_line(error)}") from None
     return replace(asked, token_ids=np.asarray(ids, dtype=np.int32))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from gkd.config.endpoint import OpenAIEndpoint
 from gkd.rewards.answers import cut_reasoning
+from gkd.rewards.chat import ChatModel
 from gkd.rewards.completion import Completion, RewardFunction
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 _PLACE = re.compile(r"\{(prompt|response|answer)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -54,7 +52,7 @@ class Judge(RewardFunction):
         texts = {"prompt": _question_of(completion), "response": completion.response, "answer": completion.answer or ""}
         question = _PLACE.sub(lambda place: texts[place[1]], config.prompt)
         try:
-            reply = await self._client.chat.completions.create(
+            reply = await self._model.complete(
                 model=config.model,
                 messages=[{"role": "user", "content": question}],
                 max_tokens=config.max_tokens,
@@ -63,18 +61,20 @@ class Judge(RewardFunction):
         except OpenAIError as error:
             cause = error.__cause__ or error
             raise RuntimeError(f"the judge at {config.url} did not answer: {type(error).__name__}: {cause}") from None
-        answer = reply.choices[0].message.content or ""
+        choice = reply.choices[0]
+        answer = choice.message.content or ""
         score = _NUMBER.search(cut_reasoning(answer))
         if score is None:
-            raise ValueError(f"the judge gave no number but {answer[:80]!r}")
+            cut = f", cut at reward.judge.max_tokens={config.max_tokens}" if choice.finish_reason == "length" else ""
+            raise ValueError(f"the judge gave no number but {answer[:80]!r}{cut}")
         return float(score[0]) / config.scale
 
     @cached_property
-    def _client(self) -> AsyncOpenAI:
-        """Connect once a process."""
+    def _model(self) -> ChatModel:
+        """Connect once a process. Without temperature the score is noisier, and reasoning models refuse it."""
         from openai import AsyncOpenAI
 
-        return AsyncOpenAI(**self.config.client_arguments())
+        return ChatModel(AsyncOpenAI(**self.config.client_arguments()), dispensable=("temperature",))
 
 
 def _question_of(completion: Completion) -> str:

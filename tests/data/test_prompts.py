@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from gkd.config import Data
 from gkd.data.prompts import PromptSet, load_prompts
@@ -50,6 +51,16 @@ def test_text_that_a_template_made_before_is_begun_once(tmp_path: Path) -> None:
     """As others, which add no special tokens to a prompt, have it in their files."""
     prompts = load(tmp_path, [{"prompt": "<bos> 3 1 ="}, {"prompt": "3 1 ="}], make_tokenizer()).prompts
     assert [prompt.token_ids.tolist() for prompt in prompts] == [[1, 8, 6, 4]] * 2
+
+
+def test_no_end_token_stands_between_a_prompt_and_its_response(tmp_path: Path) -> None:
+    """Which some tokenizers put after every text."""
+    tokenizer = make_tokenizer()
+    ends = [("<bos>", 1), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
+    assert tokenizer("3 1 =")["input_ids"] == [1, 8, 6, 4, tokenizer.eos_token_id]
+    (prompt,) = load(tmp_path, [{"prompt": "3 1 ="}], tokenizer).prompts
+    assert prompt.token_ids.tolist() == [1, 8, 6, 4]
 
 
 def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:

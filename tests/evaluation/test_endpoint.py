@@ -26,6 +26,7 @@ class Adder(BaseHTTPRequestHandler):
     requests: list[dict[str, Any]]
     broken = False
     refuses: str | None = None
+    lacks: str | None = None
     form = "{}"
     counts = True
 
@@ -35,14 +36,20 @@ class Adder(BaseHTTPRequestHandler):
         if self.broken or (self.refuses and self.refuses in request["messages"][-1]["content"]):
             self.send_error(400, "no")
             return
+        if self.lacks in request:
+            self._send(400, {"error": {"message": f"Unsupported parameter: {self.lacks}", "param": self.lacks}})
+            return
         text = str(sum(int(word) for word in request["messages"][-1]["content"].split() if word.isdigit()))
         message = {"role": "assistant", "content": self.form.format(text)}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice]}
         if self.counts:
             answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
+        self._send(200, answer)
+
+    def _send(self, code: int, answer: dict[str, Any]) -> None:
         body = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -136,6 +143,23 @@ def test_an_endpoints_chat_template_is_given_the_sets_variables(tmp_path: Path, 
         assert Adder.requests[-1]["chat_template_kwargs"] == {"enable_thinking": thinking}
     evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))
     assert len(Adder.requests) == 9 and "chat_template_kwargs" not in Adder.requests[-1]
+
+
+@pytest.mark.parametrize("parameter", ["max_tokens", "temperature"])
+def test_an_endpoint_that_takes_a_limit_by_another_name_is_sent_that(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, parameter: str
+) -> None:
+    """What was asked for is measured or refused: a temperature is not left out."""
+    monkeypatch.setattr(Adder, "lacks", parameter)
+    config, out = compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO())
+    if parameter == "temperature":
+        with pytest.raises(RunFailed, match=r"evaluate\.endpoints\.adder.* temperature"):
+            evaluate(config, out)
+        return
+    (result,) = evaluate(config, out)
+    assert result.scores["accuracy"].value == pytest.approx(2 / 3)
+    answered = [request for request in Adder.requests if "max_completion_tokens" in request]
+    assert len(answered) == 3 and all("max_tokens" not in request for request in answered)
 
 
 def test_a_closing_tag_that_an_endpoint_leaves_out_is_part_of_the_answer(

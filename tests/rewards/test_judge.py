@@ -21,7 +21,10 @@ COMPLETION = Completion("2 + 2 =", "it is {answer}", "4", 5, 10, False)
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Answers with what the test says: ``says`` for each request in turn, a number being an HTTP error."""
+    """Answers with what the test says: ``says`` for each request in turn, a number being an HTTP error.
+
+    A request with a parameter of ``refuses`` gets none of them, but the error that OpenAI has for it.
+    """
 
     daemon_threads = True
     request_queue_size = 128  # of connections that come together
@@ -29,6 +32,7 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: list[Any] = []
+        self.refuses: tuple[str, ...] = ()
         self.requests: list[dict[str, Any]] = []
         self.delay_s = 0.0
         self.under_way = self.most_at_once = 0
@@ -47,7 +51,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.requests.append({**body, "key": self.headers["authorization"]})
-        reply = self.server.says.pop(0)
+        refused = [name for name in self.server.refuses if name in body]
+        reply = 400 if refused else self.server.says.pop(0)
         self.server.under_way += 1
         self.server.most_at_once = max(self.server.most_at_once, self.server.under_way)
         time.sleep(self.server.delay_s)
@@ -58,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        self.wfile.write(b"{}" if isinstance(reply, int) else json.dumps(answer).encode())
+        error = {"error": {"message": f"Unsupported: {refused[0]}", "param": refused[0]}} if refused else {}
+        self.wfile.write(json.dumps(error if isinstance(reply, int) else answer).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -129,3 +135,24 @@ def test_what_a_judge_thinks_is_no_mark(endpoint: Endpoint, answer: str) -> None
     endpoint.says = ["<think>\nFrom 0 to 10, 3"]
     with pytest.raises(ValueError, match="From 0"):
         judged(endpoint)
+
+
+def test_a_reasoning_judge_gets_the_parameters_that_it_takes(endpoint: Endpoint) -> None:
+    """Each refusal costs one request, whatever comes after it."""
+    endpoint.refuses, endpoint.says = ("max_tokens", "temperature"), ["7", "8"]
+    judge = Judge(Judge.Config(url=endpoint.url, model="m", max_tokens=500))
+
+    async def score_two() -> list[float]:
+        return [await judge(COMPLETION) for _ in range(2)]
+
+    assert asyncio.run(score_two()) == pytest.approx([0.7, 0.8])
+    assert len(endpoint.requests) == 4
+    assert endpoint.requests[-1].keys() == {"model", "messages", "max_completion_tokens", "key"}
+    assert endpoint.requests[-1]["max_completion_tokens"] == 500
+
+
+def test_what_a_judge_refuses_and_must_be_sent_is_an_error(endpoint: Endpoint) -> None:
+    endpoint.refuses = ("model",)
+    with pytest.raises(RuntimeError, match="BadRequestError"):
+        judged(endpoint)
+    assert len(endpoint.requests) == 1
