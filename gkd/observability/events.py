@@ -69,7 +69,7 @@ class Events(logging.Handler):
         except OSError as error:
             first, self._lost = not self._lost, True
             if first:
-                log.warning("events are lost: %s", reason(error, self._path))
+                log.warning("events are not written: %s", reason(error, self._path))
 
     def __enter__(self) -> Self:
         log.addHandler(self)

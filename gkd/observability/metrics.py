@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -34,19 +34,23 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._name = str(path)
+        self._unwritten = b""  # of a disk that was full, of which a part of a line may be in the file
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object.
 
-        Raises ValueError for a number that JSON does not have (NaN, infinity), and OSError, which names the file.
+        Raises ValueError for a number that JSON does not have (NaN, infinity), and OSError, which names the file; what
+        could not be written then comes before the next object.
         """
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        self._unwritten += _NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
         try:
-            self._file.write(_NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
-            self._file.flush()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._file.name) from None
+            raise OSError(error.errno, error.strerror, self._name) from None
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,19 @@ def test_a_line_that_a_full_disk_tore_costs_that_line_alone(tmp_path: Path, torn
     with JsonLines(file) as lines:
         lines.write({"a": 1})
     assert whole_lines(file) == [{"a": 1}]
+
+
+def test_a_disk_that_was_full_for_a_while_costs_no_line(tmp_path: Path) -> None:
+    """Neither those before, nor the one of which a part was written, nor those after."""
+    limits, long = resource.getrlimit(resource.RLIMIT_FSIZE), "x" * 20_000
+    with JsonLines(tmp_path / "events.jsonl") as lines:
+        lines.write({"n": 0, "text": long})
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+            for n in (1, 2):
+                with pytest.raises(OSError, match=r"events\.jsonl"):
+                    lines.write({"n": n, "text": long})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        lines.write({"n": 3, "text": long})
+    assert rows(tmp_path) == [{"n": n, "text": long} for n in range(4)]
