@@ -7,6 +7,7 @@ with ``from`` and ``value``, and perhaps a column ``system``. verl: ``prompt`` w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,12 +40,13 @@ def prompt_key(row: Row, data: Data) -> str:
 def prompt_of(row: Row, key: str) -> Any:
     """Return the prompt in column ``key``: text, or messages with role and content, each content as one text.
 
-    What is null in a message is left out, as tables have it of every field that another message has.
+    What is null in a message is left out, as tables have it of every field that another message has. Messages may be
+    written as JSON, as they are in CSV.
 
     Raises ConfigError for a missing column, and for content that is no text, of which a template would write what
     Python prints.
     """
-    value = row.get(key, "data.prompt_key")
+    value = _decode_messages(row.get(key, "data.prompt_key"))
     if _is_sharegpt(value):
         value = _from_sharegpt(row, key, value)
     if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
@@ -105,6 +107,17 @@ def require_text_alone(row: Row) -> None:
                 f"{row.place}: {column!r} is not empty, and only text is trained on; leave rows with images, audio and "
                 "video out, or the column where the questions do not need it"
             )
+
+
+def _decode_messages(value: Any) -> Any:
+    """Return the messages that a text is in JSON; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        decoded = json.loads(value)
+    except ValueError:
+        return value
+    return decoded if is_conversation(decoded) else value
 
 
 def _is_sharegpt(value: Any) -> bool:

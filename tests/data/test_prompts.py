@@ -70,6 +70,14 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     assert prompt.answer is None
 
 
+def test_messages_may_be_json_as_they_are_in_csv(tmp_path: Path) -> None:
+    texts = [json.dumps([message("system", "a"), message("user", "b")]), "[ b", '["b"]']
+    prompts = load(tmp_path, [{"prompt": text} for text in texts]).prompts
+    assert prompts[0].token_ids.tolist() == [SYSTEM, A, USER, B, ASSISTANT]
+    assert [prompt.messages is None for prompt in prompts] == [False, True, True]
+    assert [prompt.text for prompt in prompts[1:]] == texts[1:]
+
+
 def test_the_assistants_last_turns_are_not_part_of_the_prompt(tmp_path: Path) -> None:
     turns = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
     (prompt,) = load(tmp_path, [{"chat": turns}], prompt_key="chat").prompts
