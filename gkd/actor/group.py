@@ -38,6 +38,7 @@ class ActorGroup(ActorRanks):
         """What is to be done once, as soon as ranks compute; None: nothing."""
         self._chunks: list[list[TrainingSample]] = []  # of the step that is being accumulated
         self._accumulating: list[PendingCall] = []
+        self._n_accumulated = 0  # calls at the head of these that are done, which need no further look
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Return whether the ranks hold sequences of ``lengths`` tokens in one micro-batch each."""
@@ -62,20 +63,22 @@ class ActorGroup(ActorRanks):
     @property
     def accumulates(self) -> bool:
         """Whether ranks are at work on chunks, behind which any other call waits."""
-        return not all(map(is_done, self._accumulating))
+        return not all(map(is_done, self._accumulating[self._n_accumulated :]))
 
     def recover_chunks(self) -> None:
         """Begin all chunks again, smaller ones, where a rank's memory has run out in one. Raises what else failed.
 
         The others may wait for that rank in the middle of a layer, and never answer.
         """
-        for call in self._accumulating:
+        for number, call in enumerate(self._accumulating[self._n_accumulated :], self._n_accumulated):
+            ended = is_done(call)
             if has_failed(call):
                 try:
                     self._gather([call])
                 except OutOfMemory as failure:
                     self._shrink(failure)
                 return
+            self._n_accumulated += ended and number == self._n_accumulated
 
     def _submit_chunks(self, first: int) -> list[PendingCall]:
         """Submit all chunks from number ``first`` on, in one call of each rank: between two calls a rank is idle."""
@@ -110,7 +113,7 @@ class ActorGroup(ActorRanks):
             chunks = self.wait_for_chunks()
             batch = [sample for chunk in self._chunks for sample in chunk]
         finally:
-            self._chunks, self._accumulating = [], []
+            self._chunks, self._accumulating, self._n_accumulated = [], [], 0
         lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
         computed = sum(max(seconds or 0.0 for seconds in ranks) for ranks in chunks)
         totals = Totals.from_lengths(lengths, in_loss, self.config.algorithm.aggregation)
@@ -230,7 +233,7 @@ class ActorGroup(ActorRanks):
         if failure.budget is None:
             raise failure
         if self._chunks:
-            self._accumulating = self._submit_chunks(0)
+            self._accumulating, self._n_accumulated = self._submit_chunks(0), 0
 
     def save(self, directory: str, attend: Attend | None = None) -> None:
         """Write the student in Hugging Face format, once what was given to :meth:`accumulate` is accumulated.

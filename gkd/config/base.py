@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 
 def user_path(text: str) -> Path:
@@ -90,16 +91,23 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
     )
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _convert_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _convert_values(cls, values: Any) -> Any:
         """Convert a text where a list of texts is expected to a list of one, and 1e3 where a whole number is to one."""
-        if not isinstance(value, str | float):
-            return value
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, str):
-            return [value] if list[str] in kinds and str not in kinds else value
-        return int(value) if value.is_integer() and int in kinds and float not in kinds else value
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {name: _convert(value, fields[name]) if name in fields else value for name, value in values.items()}
+
+
+def _convert(value: Any, field: FieldInfo) -> Any:
+    if not isinstance(value, str | float):
+        return value
+    kinds = _kinds(field.annotation)
+    if isinstance(value, str):
+        return [value] if list[str] in kinds and str not in kinds else value
+    return int(value) if value.is_integer() and int in kinds and float not in kinds else value
 
 
 def _kinds(annotation: Any) -> list[Any]:

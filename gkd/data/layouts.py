@@ -62,7 +62,7 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
     verl's kind. Raises ConfigError for a missing column and for values that are no answer.
     """
     key = data.answer_key
-    value = row.find(VERL_ANSWER) if key is None else row.get(key, "data.answer_key")
+    value = _decode_messages(row.find(VERL_ANSWER) if key is None else row.get(key, "data.answer_key"))
     if key is None and any(isinstance(part, dict) for part in (value if isinstance(value, list) else [value])):
         return ()
     key = key or VERL_ANSWER
@@ -115,7 +115,7 @@ def _decode_messages(value: Any) -> Any:
         return value
     try:
         decoded = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return decoded if is_conversation(decoded) else value
 

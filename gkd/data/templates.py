@@ -84,8 +84,9 @@ def special_ids_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
-    if not plain or not starts:
-        return [], []
+    if not plain or not starts:  # it has no token for this text
+        bos = getattr(tokenizer, "bos_token_id", None)
+        return [i for i in whole[:1] if i == bos], []
     end = getattr(tokenizer, "eos_token_id", None)
     return list(whole[: starts[0]]), [i for i in whole[starts[0] + len(plain) :] if i != end]
 

@@ -33,9 +33,13 @@ class SampledAnswer:
     rewards: Mapping[str, float]
 
 
-def accuracy(response: str, prompt: Prompt) -> float:
-    """Return 1.0 for a response that gives one of the prompt's answers, else 0.0: here and in a run's validation."""
-    return any_agreement(with_opened_reasoning(prompt.text, response), prompt.answers)
+def accuracy(response: str, prompt: Prompt, continues: bool = True) -> float:
+    """Return 1.0 for a response that gives one of the prompt's answers, else 0.0: here and in a run's validation.
+
+    ``continues``: whether it goes on where the prompt ends, perhaps in reasoning.
+    """
+    response = with_opened_reasoning(prompt.text, response) if continues else response
+    return any_agreement(response, prompt.answers)
 
 
 def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
@@ -47,7 +51,8 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
     n = len(answers)
     values: dict[str, float] = {}
     if question.prompt.answers:
-        right = [accuracy(answer.text, question.prompt) for answer in answers]
+        # A strategy may have made of replies what is whole; a reply that the limit cut goes on where the prompt ends.
+        right = [accuracy(answer.text, question.prompt, answer.truncated) for answer in answers]
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]
@@ -55,7 +60,8 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
                 if k <= n:
                     values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
             text = question.prompt.text
-            stated = [final_answer(with_opened_reasoning(text, answer.text)) for answer in answers]
+            texts = [with_opened_reasoning(text, own.text) if own.truncated else own.text for own in answers]
+            stated = [final_answer(own) for own in texts]
             values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
     for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
         rewards = [answer.rewards[name] for answer in answers if name in answer.rewards]

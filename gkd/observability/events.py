@@ -39,8 +39,8 @@ _entered: list[Events] = []
 class Events(logging.Handler):
     """Writes warnings of the ``gkd`` logger, records with a ``kind``, and what :func:`note` is given, while entered.
 
-    A record may have ``kind``, ``step`` and ``metric`` (``extra``). A file that cannot be written any more (a full
-    disk) loses events, with one warning, and never ends the run.
+    A record may have ``kind``, ``step`` and ``metric`` (``extra``). A file that cannot be written (a full disk) costs
+    one warning and never ends the run; what is not written then is once that can be.
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:

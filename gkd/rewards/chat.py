@@ -33,7 +33,7 @@ class ChatModel:
                 return await self._client.chat.completions.create(**body)
             except BadRequestError as error:
                 name = error.param
-                if name not in body or name not in {*OTHER_NAMES, *self._dispensable}:
+                if not isinstance(name, str) or name not in body.keys() & {*OTHER_NAMES, *self._dispensable}:
                     raise
                 self._refused.add(name)
 

@@ -125,7 +125,7 @@ def _tests(column: Any) -> Iterator[Test]:
 
 def _call_check(test: str, entry_point: str | None) -> str:
     """Return a test that calls the function ``check`` which it defines; one that only defines it tests nothing."""
-    if not re.search(r"^def check\(", test, re.MULTILINE) or re.search(r"^check\(", test, re.MULTILINE):
+    if not re.search(r"^def check\(", test, re.MULTILINE) or re.search(r"(?<!def )\bcheck\(", test):
         return test
     if not entry_point:
         raise ValueError("the test defines check, and the row has no entry_point that it is called with")

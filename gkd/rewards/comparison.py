@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from gkd.rewards.math_equality import are_math_equal
-from gkd.rewards.quantity import LONGEST, NO_UNITS, SCALES, Quantity, quantity, units_agree
+from gkd.rewards.quantity import LONGEST, NO_UNITS, PROSE, SCALES, Quantity, quantity, units_agree
 
+MOST_UNIT_WORDS = 3
+"""After a formula: square feet per hour; more words are no unit but go on with the sentence."""
 _LETTER = r"(?:(?:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
 _CHOICE = re.compile(
     rf"{_LETTER}(?:[)\].:]+(?P<rest>\s.*|(?=$))|$|\s+(?=\((?![A-J]\))|(?:because|since|as)\b))", re.DOTALL
@@ -168,7 +170,8 @@ def _is_same_formula(own: str, reference: str) -> bool:
 def _mark_unit(text: str) -> str:
     """Return a formula in delimiters with a unit after them as one formula, the unit a text in it."""
     match = _BEFORE_UNIT.fullmatch(text)
-    if match is None or match[3].lower() in NO_UNITS - {"of"}:
+    words = [] if match is None else f"{match[3]}{match[4]}".lower().split()
+    if match is None or len(words) > MOST_UNIT_WORDS or not {*words}.isdisjoint(NO_UNITS - {"of"} | PROSE):
         return text
     return f"{match[1] or match[2]}\\text{{ {match[3]}{match[4]}}}"
 

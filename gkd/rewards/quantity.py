@@ -16,6 +16,9 @@ FRACTION = r"(?:\s?/\s?[0-9]+)?"
 
 NO_UNITS = frozenset({"and", "or", "to", "of", "not", "times", "plus", "minus", "over", "mod", "squared", "cubed"})
 NO_UNITS |= {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "factorial"}
+PROSE = frozenset({"is", "are", "was", "were", "less", "more", "fewer", "greater", "than", "divided", "multiplied"})
+PROSE |= {"rounded", "if", "when", "where", "since", "because", "that", "which", "but"}
+"""Words with which a sentence goes on after a formula in dollar signs; a unit has none of them."""
 _ATTACHED = r"(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph|hrs?|mins?|secs?|am|pm|th|st|nd|rd)\b"  # 72cm; 72xy is a product
 _APART = r"\s+(?=[a-z]{2}|(?-i:[mgshlLVWNJAC])\b)"
 _QUANTITY = re.compile(
@@ -49,7 +52,7 @@ def quantity(text: str) -> Quantity | None:
     """Return what ``text`` is as a whole: ``$1,000.00``, ``1 1/2``, ``50%``, ``3 million km``; None for no number."""
     match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
     words = (match["unit"] or "").lower().replace(".", " ").split() if match else []
-    if match is None or (words and words[0] in NO_UNITS):
+    if match is None or (words and words[0] in NO_UNITS) or (match["after"] and not PROSE.isdisjoint(words)):
         return None
     value = Fraction(match["value"].replace(",", "") + (match["exponent"] or ""))
     if match["fraction"]:

@@ -23,12 +23,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self.did: list[str] = []
+        self.n_submitted = 0
 
     def __len__(self) -> int:
         return 2
 
     def submit_each(self, method: str, args: Sequence[Any], activity: str | None = None) -> Any:
-        return SimpleNamespace(activity=method.rpartition(".")[2], refs=())
+        self.n_submitted += 1
+        return SimpleNamespace(activity=method.rpartition(".")[2], refs=(), n=self.n_submitted)
 
     def call(self, method: str, budget: int, timeout_s: float) -> None:
         self.did.append(f"{method.rpartition('.')[2]} {budget}")
@@ -48,13 +50,38 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
     ranks: Any = Ranks()
     actor = ActorGroup(ranks, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: ranks)
     monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
-    monkeypatch.setattr(gkd.actor.group, "has_failed", lambda call: False)  # it shows when they are waited for
+    for name in ("has_failed", "is_done"):  # it shows when they are waited for
+        monkeypatch.setattr(gkd.actor.group, name, lambda call: False)
     monkeypatch.setattr(actor, "_start_again", lambda: ranks.did.append("start again"))
     for key in range(2):
         actor.accumulate([[training_sample(key)]])
     assert actor.evaluate([training_sample(2)]) == {"distill/reverse_kl": 0.5}
     first, again = ["accumulate_chunks", "accumulate_chunks"], "accumulate_chunks"  # all of them in one call
     assert ranks.did == [*first, "evaluate", "start again", "set_token_budget 30", again, "evaluate"]
+
+
+def test_chunks_that_are_done_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may have hundreds, and each look asks Ray about every rank."""
+    ranks: Any = Ranks()
+    actor = ActorGroup(ranks, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: ranks)
+    looked_at, done = list[int](), list[bool]()
+
+    def has_failed(call: Any) -> bool:
+        looked_at.append(call.n)
+        return False
+
+    monkeypatch.setattr(gkd.actor.group, "has_failed", has_failed)
+    monkeypatch.setattr(gkd.actor.group, "is_done", lambda call: done[call.n - 1])
+    for key in range(4):
+        actor.accumulate([[training_sample(key)]])
+        done.append(key != 2)
+    assert looked_at == [1, 2, 3]
+    actor.recover_chunks()
+    assert looked_at[3:] == [3, 4] and actor.accumulates
+    done[2] = True
+    actor.recover_chunks()
+    actor.recover_chunks()
+    assert looked_at[5:] == [3, 4] and not actor.accumulates
 
 
 @pytest.mark.parametrize(

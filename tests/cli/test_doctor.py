@@ -20,6 +20,12 @@ NODE = cluster.NodeFacts(
 )
 
 
+def test_a_lost_gpu_of_a_node_is_named() -> None:
+    lost = replace(NODE, uuids=[], gpu_error="NVIDIA's driver on b: GPU is lost")
+    (finding,) = of_level(cluster.compare([NODE, lost]), "failed")
+    assert (finding.subject, finding.observation) == ("gpus", f"{NODE.name}: {lost.gpu_error}")
+
+
 def of_level(findings: object, level: str) -> list[Finding]:
     return [finding for finding in findings if finding.level == level]  # type: ignore[attr-defined]
 

@@ -12,6 +12,7 @@ from tokenizers import processors
 
 from gkd.config import Data
 from gkd.data.prompts import PromptSet, load_prompts
+from gkd.data.templates import special_ids_around
 from gkd.errors import ConfigError
 from gkd.recipes.sort_digits.sorting import make_tokenizer
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
@@ -53,6 +54,15 @@ def test_text_that_a_template_made_before_is_begun_once(tmp_path: Path) -> None:
     assert [prompt.token_ids.tolist() for prompt in prompts] == [[1, 8, 6, 4]] * 2
 
 
+def test_a_tokenizer_that_does_not_know_letters_begins_prompts_as_well() -> None:
+    def tokenizer(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        known = [ord(character) for character in text if character.isdigit()]
+        return {"input_ids": [0, *known, 1] if add_special_tokens else known}
+
+    tokenizer.bos_token_id, tokenizer.eos_token_id = 0, 1  # type: ignore[attr-defined]
+    assert special_ids_around(tokenizer) == ([0], [])
+
+
 def test_no_end_token_stands_between_a_prompt_and_its_response(tmp_path: Path) -> None:
     """Which some tokenizers put after every text."""
     tokenizer = make_tokenizer()
@@ -76,6 +86,17 @@ def test_messages_may_be_json_as_they_are_in_csv(tmp_path: Path) -> None:
     assert prompts[0].token_ids.tolist() == [SYSTEM, A, USER, B, ASSISTANT]
     assert [prompt.messages is None for prompt in prompts] == [False, True, True]
     assert [prompt.text for prompt in prompts[1:]] == texts[1:]
+
+
+def test_the_answer_is_in_such_messages_too(tmp_path: Path) -> None:
+    turns = json.dumps([message("user", "b"), message("assistant", "c")])
+    (prompt,) = load(tmp_path, [{"messages": turns}], answer_key="messages").prompts
+    assert (prompt.token_ids.tolist(), prompt.answer) == ([USER, B, ASSISTANT], "c")
+
+
+def test_text_of_many_brackets_is_text(tmp_path: Path) -> None:
+    (prompt,) = load(tmp_path, [{"prompt": "[" * 200_000}]).prompts
+    assert prompt.messages is None
 
 
 def test_the_assistants_last_turns_are_not_part_of_the_prompt(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,8 +53,12 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
 
 def test_a_sample_that_is_cut_in_reasoning_which_its_prompt_began_answers_nothing() -> None:
     asked = Question("q", Prompt(0, np.array([1], np.int32), "2 + 2 =<think>\n", "4"), {})
-    scores = scores_of_question(asked, SETTINGS, sampled("so 4", "5</think>4", "so \\boxed{4}", "so 5</think>5"))
+    texts = ("so 4", "5</think>4", "so \\boxed{4}", "so 5</think>5")
+    replies = [replace(answer, truncated="</think>" not in answer.text) for answer in sampled(*texts)]
+    scores = scores_of_question(asked, SETTINGS, replies)
     assert (scores["accuracy"], scores["maj@4"]) == (0.25, 0.5)
+    whole = [replace(answer, truncated=False) for answer in sampled("The answer is 4.")]  # which a strategy made
+    assert scores_of_question(asked, SETTINGS, whole)["accuracy"] == 1.0
 
 
 def test_questions_are_split_by_difficulty() -> None:

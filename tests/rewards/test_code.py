@@ -41,6 +41,12 @@ def test_a_function_that_checks_is_called_with_the_entry_point() -> None:
         read_tests(check)
 
 
+@pytest.mark.parametrize("use", ["assert check(f(1))", "for a, b in PAIRS:\n    check(a, b)"])
+def test_a_test_with_a_helper_of_that_name_is_left_as_it_is(use: str) -> None:
+    test = f"def check(*values):\n    return True\n{use}\n"
+    assert read_tests(test, "f") == read_tests(test) == [(test, None)]
+
+
 @pytest.mark.parametrize("column", [[], None, 3, {"input": 1}, [3], {"inputs": [1], "outputs": []}])
 def test_what_is_no_test(column: Any) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -33,6 +33,7 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: list[Any] = []
         self.refuses: tuple[str, ...] = ()
+        self.names: Any = None  # in place of the parameter's name
         self.requests: list[dict[str, Any]] = []
         self.delay_s = 0.0
         self.under_way = self.most_at_once = 0
@@ -63,7 +64,11 @@ class Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        error = {"error": {"message": f"Unsupported: {refused[0]}", "param": refused[0]}} if refused else {}
+        error = (
+            {"error": {"message": f"Unsupported: {refused[0]}", "param": self.server.names or refused[0]}}
+            if refused
+            else {}
+        )
         self.wfile.write(json.dumps(error if isinstance(reply, int) else answer).encode())
 
     def log_message(self, *_: Any) -> None:
@@ -149,6 +154,13 @@ def test_a_reasoning_judge_gets_the_parameters_that_it_takes(endpoint: Endpoint)
     assert len(endpoint.requests) == 4
     assert endpoint.requests[-1].keys() == {"model", "messages", "max_completion_tokens", "key"}
     assert endpoint.requests[-1]["max_completion_tokens"] == 500
+
+
+def test_a_refusal_that_names_no_parameter_of_ours_is_an_error(endpoint: Endpoint) -> None:
+    """FastAPI's names are lists."""
+    endpoint.refuses, endpoint.names = ("max_tokens",), ["body", "max_tokens"]
+    with pytest.raises(RuntimeError, match="BadRequestError"):
+        judged(endpoint)
 
 
 def test_what_a_judge_refuses_and_must_be_sent_is_an_error(endpoint: Endpoint) -> None:

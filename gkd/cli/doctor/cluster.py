@@ -26,7 +26,7 @@ class NodeFacts:
     """Facts about a node.
 
     ``gloo_address`` is what torch's gloo would give others, empty where a variable names the interface; ``clock_s`` is
-    how far its clock is ahead of this machine's, within ``within_s``.
+    how far its clock is ahead of this machine's, within ``within_s``; ``gpu_error`` what the driver says of a lost GPU.
     """
 
     name: str
@@ -37,6 +37,7 @@ class NodeFacts:
     gloo_address: str
     clock_s: float
     within_s: float
+    gpu_error: str = ""
 
 
 def check_cluster() -> Iterator[Finding]:
@@ -134,6 +135,8 @@ def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
 
 
 def _gpus(node: NodeFacts) -> Finding:
+    if node.gpu_error:
+        return fail("gpus", f"{node.name}: {node.gpu_error}", "reset that GPU, or the machine: no run starts there")
     n_real, n_ray = len(node.uuids), node.ray_gpus
     if node.simulated:
         if n_real:

