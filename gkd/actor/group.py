@@ -11,7 +11,7 @@ from gkd.actor.batches import balance_over_ranks, combine_mini_batches
 from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Attend, Group, PendingCall, gather, has_failed, is_any_done, is_done
+from gkd.cluster.workers.group import Attend, Group, PendingCall, gather, is_any_done, is_done, read_outcome
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory
 from gkd.types import TrainingSample
@@ -71,14 +71,14 @@ class ActorGroup(ActorRanks):
         The others may wait for that rank in the middle of a layer, and never answer.
         """
         for number, call in enumerate(self._accumulating[self._n_accumulated :], self._n_accumulated):
-            ended = is_done(call)
-            if has_failed(call):
+            outcome = read_outcome(call)
+            if outcome is False:
                 try:
                     self._gather([call])
                 except OutOfMemory as failure:
                     self._shrink(failure)
                 return
-            self._n_accumulated += ended and number == self._n_accumulated
+            self._n_accumulated += outcome is True and number == self._n_accumulated
 
     def _submit_chunks(self, first: int) -> list[PendingCall]:
         """Submit all chunks from number ``first`` on, in one call of each rank: between two calls a rank is idle."""

@@ -50,8 +50,7 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
     ranks: Any = Ranks()
     actor = ActorGroup(ranks, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: ranks)
     monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
-    for name in ("has_failed", "is_done"):  # it shows when they are waited for
-        monkeypatch.setattr(gkd.actor.group, name, lambda call: False)
+    monkeypatch.setattr(gkd.actor.group, "read_outcome", lambda call: None)  # it shows when they are waited for
     monkeypatch.setattr(actor, "_start_again", lambda: ranks.did.append("start again"))
     for key in range(2):
         actor.accumulate([[training_sample(key)]])
@@ -66,11 +65,11 @@ def test_chunks_that_are_done_are_not_looked_at_again(monkeypatch: pytest.Monkey
     actor = ActorGroup(ranks, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: ranks)
     looked_at, done = list[int](), list[bool]()
 
-    def has_failed(call: Any) -> bool:
+    def read_outcome(call: Any) -> bool | None:
         looked_at.append(call.n)
-        return False
+        return done[call.n - 1] or None
 
-    monkeypatch.setattr(gkd.actor.group, "has_failed", has_failed)
+    monkeypatch.setattr(gkd.actor.group, "read_outcome", read_outcome)
     monkeypatch.setattr(gkd.actor.group, "is_done", lambda call: done[call.n - 1])
     for key in range(4):
         actor.accumulate([[training_sample(key)]])

@@ -260,16 +260,21 @@ def is_any_done(call: PendingCall) -> bool:
     return bool(ray.wait(list(call.refs), num_returns=1, timeout=0, fetch_local=False)[0])
 
 
-def has_failed(call: PendingCall) -> bool:
-    """Return whether any worker has failed at a call, or died, whatever the others do."""
-    ready, _ = ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)
+def read_outcome(call: PendingCall) -> bool | None:
+    """Return True once every worker has answered a call, False where any has failed at it, or died; None until then."""
+    ready, missing = ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)
     try:
         ray.get(ready, timeout=GET_S)
     except GetTimeoutError:  # why a worker died is not known yet
-        return False
+        return None
     except Exception:  # which :func:`gather` raises, with the worker's name
-        return True
-    return False
+        return False
+    return None if missing else True
+
+
+def has_failed(call: PendingCall) -> bool:
+    """Return whether any worker has failed at a call, or died, whatever the others do."""
+    return read_outcome(call) is False
 
 
 Attend = Callable[[Sequence[Any]], None]
