@@ -35,10 +35,10 @@ def nvmlDeviceGetMemoryInfo(index):
 """
 
 
-def start(*arguments, cwd, **environment):
+def start(*arguments, cwd, script=SCRIPT, **environment):
     clean = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS", "PYTHONPATH")}
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(script), *arguments],
         cwd=cwd, env={**clean, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -52,6 +52,20 @@ def fake_gpus(folder, uuids):
 
 def last_line(out):
     return out.rstrip("\n").splitlines()[-1]
+
+
+def test_in_a_checkout_the_workers_use_its_own_code(tmp_path):
+    """Not that of an installed version; from whatever directory the script is started."""
+    checkout, imported = tmp_path / "checkout", tmp_path / "imported"
+    for folder in ("gkd", "recipes", "conf", "launch"):
+        shutil.copytree(SCRIPT.parents[1] / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with (checkout / "gkd" / "cluster" / "gpu.py").open("a") as file:
+        file.write(f"\nwith open({str(imported)!r}, 'a') as file:\n    print(os.getpid(), file=file)\n")
+    done = start("--simulate-gpus", "3", "--json", "out.json", cwd=tmp_path, script=checkout / "launch" / SCRIPT.name)
+    out, err = done.communicate(timeout=120)
+    assert (done.returncode, err) == (0, ""), out
+    workers = [record["pid"] for record in json.loads((tmp_path / "out.json").read_text())]
+    assert len(workers) == 3 and {*workers} <= {*map(int, imported.read_text().split())}
 
 
 def test_it_shows_the_assignment_also_when_the_parent_lists_fewer_gpus_than_are_simulated(tmp_path):
