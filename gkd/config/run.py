@@ -46,6 +46,9 @@ class Watch(Settings):
         {}, description="by the name of a reward, band of reward/NAME/kl, nats a token, as watch.reward_kl.NAME=[0,0.5]"
     )
     mismatch_kl: float = Field(0.02, gt=0, description="largest mismatch/kl between sampler and trainer, nats a token")
+    no_advantage_steps: int = Field(
+        20, ge=1, description="steps in a row in which every advantage is 0, so that rewards teach nothing"
+    )
 
 
 class Config(Settings):

@@ -23,13 +23,30 @@ class Watcher:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._warned_at: dict[str, int] = {}
+        self._n_without = 0  # steps in a row in which every advantage was 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn of what is wrong with a step."""
-        for name, text in warnings(self.config, metrics):
+        """Warn of what is wrong with a step, or with all of the last ones."""
+        equal = metrics.get("advantage/mean") == metrics.get("advantage/std") == 0.0
+        self._n_without = self._n_without + 1 if equal else 0
+        for name, text in (*warnings(self.config, metrics), *self._warn_of_no_advantage(metrics)):
             if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
                 self._warned_at[name] = step
                 log.warning("step %d: %s", step, text, extra={"step": step, "metric": name})
+
+    def _warn_of_no_advantage(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        most = self.config.watch.no_advantage_steps
+        if self._n_without < most:
+            return
+        sampling = self.config.algorithm.dynamic_sampling
+        more = "" if sampling.max_rounds > 1 else ", algorithm.dynamic_sampling.max_rounds"
+        yield (
+            "advantage/std",
+            f"rewards have taught nothing for {self._n_without} steps (watch.no_advantage_steps={most}), as samples of "
+            f"one prompt do not differ in them (reward/mean {metrics.get('reward/mean', math.nan):.3g}): samples.jsonl "
+            "shows both; prompts that are neither too hard nor too easy, a larger "
+            f"rollout.n={self.config.rollout.n}{more}",
+        )
 
 
 def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:

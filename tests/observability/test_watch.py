@@ -8,6 +8,7 @@ import pytest
 
 from gkd.config import Config, load
 from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
+from tests.error_text import contains_in_order
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,16 @@ def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixtur
         for step in range(1, AGAIN_AFTER + 2):
             watcher.check(step, {"response/clip_ratio": 1.0})
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", f"step {AGAIN_AFTER + 1}"]
+
+
+def test_rewards_that_teach_nothing_for_many_steps_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 4}, "watch": {"no_advantage_steps": 3}})
+    watcher, nothing = Watcher(config), {"advantage/mean": 0.0, "advantage/std": 0.0, "reward/mean": 0.0}
+    same_for_all = {**nothing, "advantage/mean": 0.5}  # without a baseline there is something to learn
+    with caplog.at_level(logging.WARNING, logger="gkd"):
+        for step, metrics in enumerate((nothing, nothing, same_for_all, nothing, nothing, nothing, nothing), start=1):
+            watcher.check(step, metrics)
+        Watcher(config).check(1, {"distill/reverse_kl": 0.1})
+    (text,) = (record.getMessage() for record in caplog.records)
+    parts = ("step 6: ", "3 steps", "watch.no_advantage_steps=3", "reward/mean 0", "samples.jsonl", "rollout.n=4")
+    assert contains_in_order(text, *parts, "algorithm.dynamic_sampling.max_rounds")
