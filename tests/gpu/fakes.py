@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests.gpu.checks.context import Context, Skipped, require
+from tests.gpu.checks.program import run
 
 
 def fine(context: Context) -> None:
@@ -56,3 +60,22 @@ def leaves_a_process(context: Context) -> None:
 def breaks_at_the_end(context: Context) -> None:
     """Ends well, and the process does not, as where a library takes down what another still uses."""
     atexit.register(os.abort)
+
+
+def runs_a_program(context: Context) -> None:
+    """Waits for a run that does not end after its first step."""
+    run(context, "small", program=("tests.gpu.fakes",))
+
+
+def do_one_step(output: Path) -> None:
+    """Be that run."""
+    signal.signal(signal.SIGTERM, lambda *_: (print("it is being ended", flush=True), os._exit(1)))
+    output.mkdir()
+    rows = [{"step": 0}, {"step": 1, "timing_s/step": 2.5, "perf/pid": os.getpid()}]
+    (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2')
+    print("a step is done", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    do_one_step(Path(next(text for text in sys.argv if text.startswith("trainer.output_dir=")).partition("=")[2]))

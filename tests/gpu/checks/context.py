@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ class Context:
         unfinished = self.result.with_suffix(".writing")
         unfinished.write_text(json.dumps({"status": status, "reason": reason, "figures": self.figures}, default=str))
         unfinished.replace(self.result)
+
+
+@contextmanager
+def use_gpu(rehearsal: bool) -> Iterator[None]:
+    """Have ``cuda`` be the GPU; in a rehearsal a device that is not the host and computes with the host's numbers."""
+    if not rehearsal:
+        yield
+        return
+    from tests.gpu import other_device
+
+    other_device.set_up()
+    with other_device.entered():
+        yield
 
 
 def require(condition: bool, text: str) -> None:

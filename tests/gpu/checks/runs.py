@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from gkd.config import TRANSFERS
 from gkd.driver.checkpoints.checkpoint import find_newest_intact
 from tests.gpu.checks.context import Context, Skipped, require
 from tests.gpu.checks.phases import PHASES, read_phases
-from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, run
+from tests.gpu.checks.program import SMALL_TASK, SMALLER_TASK, Run, read_steps, require_room, run
 
 MOST_MISMATCH = 0.02  # nats a token between sampler and trainer
 EAGER = ("rollout.enforce_eager=true", "teacher.enforce_eager=true", "actor.compile=false")
@@ -33,6 +34,20 @@ def ahead(context: Context) -> None:
     oldest = result.largest("staleness/max")
     context.note(staleness_max=oldest)
     require(oldest == 1, f"samples are up to {oldest:g} updates behind, expected 1")
+
+
+def _way(context: Context, name: str) -> str:
+    """Return what stands for a way of the weights between GPUs in a rehearsal, else its name."""
+    if not context.rehearsal:
+        return name
+    from tests.gpu.simulated import NAMES
+
+    return NAMES.get(name, name)
+
+
+def _went_by(context: Context, result: Run, name: str) -> None:
+    way = _way(context, name)
+    require(f"by {way} (" in result.text, f"the weights of {result.output.name} did not go by {way}")
 
 
 def _ten_steps(context: Context, name: str, *overrides: str) -> Run:
@@ -75,26 +90,18 @@ def transfers(context: Context) -> None:
     """The same run by the object store as by ipc: equal seeds, losses that differ by what rounding makes of them."""
     other = context.scratch / "eager"
     if (other / "summary.json").exists():  # of the check before, which ended well
-        first = Run(other, other.with_suffix(".txt").read_text(errors="replace"), _steps(other), 0.0, None)
+        first = Run(other, other.with_suffix(".txt").read_text(errors="replace"), read_steps(other), 0.0, None)
     else:
-        first = _ten_steps(context, "ipc", *EAGER, "weights.transfer=ipc")
+        first = _ten_steps(context, "ipc", *EAGER, f"weights.transfer={_way(context, 'ipc')}")
     second = _ten_steps(context, "object_store", *EAGER, "weights.transfer=object_store")
     _agrees(context, second)
     for way, result in (("ipc", first), ("object_store", second)):
-        require(f"by {way} (" in result.text, f"the weights of {result.output.name} did not go by {way}")
+        _went_by(context, result, way)
     pairs = [(a["distill/loss"], b["distill/loss"]) for a, b in zip(first.steps, second.steps, strict=True)]
     apart = [abs(a - b) / abs(b) for a, b in pairs]
     context.note(first_step_apart=apart[0], mean_apart=sum(apart) / len(apart))
     require(apart[0] < 0.1, f"the first losses, before any push, are {pairs[0]}")
     require(sum(apart) / len(apart) < 0.15, f"losses by ipc and by the object store: {pairs}")
-
-
-def _steps(output: object) -> list[dict[str, float]]:
-    import json
-    from pathlib import Path
-
-    rows = map(json.loads, Path(str(output), "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["step"]]
 
 
 def little_memory(context: Context) -> None:
@@ -126,28 +133,44 @@ def two_gpus(context: Context) -> None:
     apart = ("trainer.gpus=0", "rollout.gpus=1", "teacher.gpus=1", "teacher.colocate_with=rollout", *EAGER)
     apart += ("rollout.gpu_memory_utilization=0.3", "teacher.gpu_memory_utilization=0.3", "weights.checksum=true")
     result = run(context, "nccl", *_task(context), *apart, "trainer.total_steps=4", "trainer.val_every=1000")
-    require("by nccl" in result.text, "weights did not go by NCCL")
+    _went_by(context, result, "nccl")
     _agrees(context, result)
     both = ("placement=2gpu", "rollout.tensor_parallel_size=2", *EAGER, "weights.checksum=true")
     result = run(context, "both", *_task(context), *both, "trainer.total_steps=4", "trainer.val_every=1000")
-    require("by ipc" in result.text, "weights did not go by ipc")
+    _went_by(context, result, "ipc")
     _agrees(context, result)
 
 
 def shards(context: Context) -> None:
-    """Weights by vLLM's own ways for shards, each with what it needs installed; of two FSDP ranks from 3 GPUs on."""
-    engine = 1 if context.n_gpus == 2 else 2
-    apart = ("trainer.gpus=0" if engine == 1 else "trainer.gpus=0-1", f"rollout.gpus={engine}", *EAGER)
-    apart += (f"teacher.gpus={engine}", "teacher.colocate_with=rollout", "rollout.gpu_memory_utilization=0.3")
-    apart += ("teacher.gpu_memory_utilization=0.3", "trainer.total_steps=4", "trainer.val_every=1000")
-    lacking = {way: reason for way in ("nccl_m2n", "sharded_rdt") if (reason := TRANSFERS.load(way).find_lacking())}
+    """Weights by vLLM's own ways for shards, each with what it needs installed; of two FSDP ranks from 3 GPUs on.
+
+    In a rehearsal it is looked at whether the runs could begin; tests/vllm/weights has one with gloo in the place of
+    NVIDIA's library.
+    """
+    ways = ("nccl_m2n", "sharded_rdt")
+    lacking = {way: reason for way in ways if (reason := TRANSFERS.load(way).find_lacking())}
     context.note(lacking=lacking)
-    for way in sorted({"nccl_m2n", "sharded_rdt"} - lacking.keys()):
-        result = run(context, way, *_task(context), *apart, f"weights.transfer={way}")
-        require(f"by {way} (" in result.text, f"weights did not go by {way}")
-        _agrees(context, result)
-    if len(lacking) == 2:
+    if context.rehearsal:
+        for way, n_gpus in itertools.product(ways, (2, 3)):
+            require_room(n_gpus, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={way}")
+        return
+    for way in ways:
+        if way not in lacking:
+            overrides = (*_task(context), *_shards_apart(context.n_gpus), f"weights.transfer={way}")
+            result = run(context, way, *overrides)
+            _went_by(context, result, way)
+            _agrees(context, result)
+    if len(lacking) == len(ways):
         raise Skipped("; ".join(f"{way}: {reason}" for way, reason in lacking.items()))
+
+
+def _shards_apart(n_gpus: int) -> tuple[str, ...]:
+    engine = 1 if n_gpus == 2 else 2
+    return (
+        "trainer.gpus=0" if engine == 1 else "trainer.gpus=0-1", f"rollout.gpus={engine}", f"teacher.gpus={engine}",
+        "teacher.colocate_with=rollout", "rollout.gpu_memory_utilization=0.3", "teacher.gpu_memory_utilization=0.3",
+        "trainer.total_steps=4", "trainer.val_every=1000", *EAGER,
+    )  # fmt: skip
 
 
 def _task(context: Context) -> tuple[str, ...]:
