@@ -10,7 +10,8 @@ check that is run again replaces its earlier result. All output is in DIR/accept
 in DIR/NAME.json, as they come. What no time is left for is "not run". The table at the end has all of them, also where
 Ctrl-C or SIGTERM ends the program: the check under way is "interrupted" then.
 
---rehearse runs on a machine without GPUs what can run there, with small models and few steps, and writes to DIR alone.
+--rehearse runs the checks on a machine without GPUs, with small models and few steps, and writes to DIR alone: on
+simulated GPUs, or beside a device that is not the host. What CUDA, NCCL and their kernels do is not among it.
 Exit codes: 0 nothing failed and nothing was left out; 1 something did or was; 2 the machine or the arguments are wrong.
 """
 

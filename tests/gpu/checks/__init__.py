@@ -1,5 +1,8 @@
 """The checks of the acceptance run, in the order in which most is learnt soonest.
 
+First whether the documented command runs at all; then its parts, what it runs with and how fast; then what memory and
+other settings change. Every run checks by itself which worker has which GPU.
+
 A check is a function of a :class:`tests.gpu.checks.context.Context` in a process of its own. It notes figures as it
 goes and raises AssertionError for what is not as it must be. Nothing here imports torch or vLLM.
 """
@@ -29,21 +32,21 @@ class Check:
 
 CHECKS = (
     Check("versions", "tests.gpu.checks.machine:versions", 25, 120),
-    Check("assignment", "tests.gpu.checks.machine:assignment", 12, 60),
-    Check("attention", "tests.gpu.checks.attention:packed_against_padded", 10, 45),
-    Check("compiled", "tests.gpu.checks.compiled:layers", 21, 90),
-    Check("ipc", "tests.gpu.checks.ipc:pushes", 15, 60),
-    Check("teacher_rows", "tests.gpu.checks.teacher:rows", 35, 150),
     Check("eager", "tests.gpu.checks.runs:eager", 40, 180),
+    Check("attention", "tests.gpu.checks.attention:packed_against_padded", 10, 45),
+    Check("ipc", "tests.gpu.checks.ipc:pushes", 15, 60),
     Check("graphs", "tests.gpu.checks.runs:graphs", 45, 150),
+    Check("compiled", "tests.gpu.checks.compiled:layers", 21, 90),
     Check("w1", "tests.gpu.checks.w1:against_trl", 85, 240),
+    Check("teacher_rows", "tests.gpu.checks.teacher:rows", 35, 150),
     Check("colocation", "tests.gpu.checks.runs:colocation", 45, 120),
     Check("transfers", "tests.gpu.checks.runs:transfers", 40, 150),
-    Check("moments", "tests.gpu.checks.moments:against_adamw", 8, 60),
     Check("little_memory", "tests.gpu.checks.runs:little_memory", 40, 120),
+    Check("curve", "tests.gpu.checks.runs:curve", 72, 240),
     Check("out_of_memory", "tests.gpu.checks.out_of_memory:update_again", 25, 90),
     Check("ahead", "tests.gpu.checks.runs:ahead", 22, 120),
-    Check("curve", "tests.gpu.checks.runs:curve", 72, 240),
+    Check("moments", "tests.gpu.checks.moments:against_adamw", 8, 60),
+    Check("assignment", "tests.gpu.checks.machine:assignment", 12, 60),
     Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2),
     Check("shards", "tests.gpu.checks.runs:shards", 120, 300, n_gpus=2),
     Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, on_request=True),

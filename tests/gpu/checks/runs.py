@@ -57,13 +57,13 @@ def _ten_steps(context: Context, name: str, *overrides: str) -> Run:
 
 def _agrees(context: Context, result: Run, moves: bool = True) -> None:
     """Sampler and trainer agree in every step of a run whose weights moved, and the losses are numbers."""
-    worst = result.largest("mismatch/kl")
-    context.note(mismatch_kl_max=worst)
+    name, worst = result.output.name, result.largest("mismatch/kl")
+    context.note({f"{name}_mismatch_kl_max": worst})
     require(worst < MOST_MISMATCH, f"mismatch/kl is up to {worst:.3g}, expected below {MOST_MISMATCH}")
     losses = [row["distill/loss"] for row in result.steps if "distill/loss" in row]
     require(all(math.isfinite(loss) for loss in losses), f"losses {losses}")
     if moves and losses:
-        context.note(losses=losses)
+        context.note({f"{name}_losses": losses})
         require(abs(losses[-1] - losses[0]) > 0.01, f"the weights hardly moved: losses {losses}")
 
 
