@@ -1,9 +1,9 @@
-"""A run of gkd.main on simulated GPUs, whose weights go as between GPUs: by a copy for ``ipc``, by gloo for ``nccl``.
+"""A run of gkd.main on simulated GPUs, whose weights go as between GPUs: by a copy for ``ipc``, by gloo otherwise.
 
     python -m tests.gpu.simulated +recipe=NAME [OVERRIDES]
 
 What runs so is all around CUDA and NCCL: who packs, joins, receives and loads. ``weights.transfer=auto`` chooses
-between these two as it does between the real ones.
+between ``ipc`` and ``nccl`` as it does between the real ones; NAMES are what stands for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from gkd.config.cluster import TRANSFERS
 from gkd.config.transfer import Place
 from tests.ray.weights.wire import CopyIpc, GlooNccl
 
-NAMES = {"ipc": "tests.gpu.simulated:Ipc", "nccl": "tests.gpu.simulated:Nccl"}
+AUTOMATIC = {"ipc": "tests.gpu.simulated:Ipc", "nccl": "tests.gpu.simulated:Nccl"}
+NAMES = AUTOMATIC | {"nccl_m2n": "tests.gpu.simulated_m2n:M2n"}
 
 
 class Ipc(CopyIpc):
@@ -49,5 +50,5 @@ if __name__ == "__main__":
     assert isinstance(entries, dict)
     others = dict(entries)
     entries.clear()
-    entries.update({name: name for name in NAMES.values()} | others)
+    entries.update({name: name for name in AUTOMATIC.values()} | others)
     run("train")

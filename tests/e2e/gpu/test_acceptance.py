@@ -191,11 +191,11 @@ def test_all_of_it_fits_into_its_time_on_one_gpu() -> None:
 
 def test_rehearsed_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "RESULTS", tmp_path / "results")
-    names = ["attention", "ipc", "assignment", "shards", "mps"]
+    names = ["attention", "ipc", "assignment", "mps"]
     assert acceptance._main(["--rehearse", "--only", *names, "--json", str(tmp_path / "out")]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert printed == [json.loads(line) for line in (tmp_path / "out" / "acceptance.jsonl").read_text().splitlines()]
-    attention, ipc, done, _, skipped = printed
+    attention, ipc, done, skipped = printed
     rows = [(row["name"], row["ok"], row["rehearsal"]) for row in printed]
     assert rows == [(name, name != "mps" or None, True) for name in names]
     assert len(attention["figures"]) == 6 and all(1e-4 < figure < 2e-2 for figure in attention["figures"].values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from gkd.config import TRANSFERS
@@ -144,20 +143,16 @@ def two_gpus(context: Context) -> None:
 def shards(context: Context) -> None:
     """Weights by vLLM's own ways for shards, each with what it needs installed; of two FSDP ranks from 3 GPUs on.
 
-    In a rehearsal it is looked at whether the runs could begin; tests/vllm/weights has one with gloo in the place of
-    NVIDIA's library.
+    In a rehearsal as of 3 GPUs; ``sharded_rdt``, for which nothing stands, is planned alone.
     """
-    ways = ("nccl_m2n", "sharded_rdt")
-    lacking = {way: reason for way in ways if (reason := TRANSFERS.load(way).find_lacking())}
+    n_gpus = context.n_gpus or 3
+    ways = {way: _way(context, way) for way in ("nccl_m2n", "sharded_rdt")}
+    lacking = {way: reason for way, name in ways.items() if (reason := TRANSFERS.load(name).find_lacking())}
     context.note(lacking=lacking)
-    if context.rehearsal:
-        for way, n_gpus in itertools.product(ways, (2, 3)):
-            require_room(n_gpus, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={way}")
-        return
-    for way in ways:
+    for way, name in ways.items():
+        require_room(n_gpus, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={way}")
         if way not in lacking:
-            overrides = (*_task(context), *_shards_apart(context.n_gpus), f"weights.transfer={way}")
-            result = run(context, way, *overrides)
+            result = run(context, way, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={name}")
             _went_by(context, result, way)
             _agrees(context, result)
     if len(lacking) == len(ways):

@@ -13,6 +13,7 @@ import os
 import sys
 import types
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -162,6 +163,7 @@ def install() -> None:
     vars(module).update(
         reshard=reshard, Mesh=Mesh, Shard=Shard, Replicate=Replicate, Handle=Nothing, Config=Nothing
     )  # fmt: skip
+    module.__spec__ = ModuleSpec("nccl.m2n", None)  # by which it is found to be installed
     sys.modules["nccl"] = parent = types.ModuleType("nccl")
     sys.modules["nccl.m2n"] = parent.m2n = module
     for place in (m2n_trainer, nccl_common):
