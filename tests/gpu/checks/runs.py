@@ -150,7 +150,8 @@ def shards(context: Context) -> None:
     lacking = {way: reason for way, name in ways.items() if (reason := TRANSFERS.load(name).find_lacking())}
     context.note(lacking=lacking)
     for way, name in ways.items():
-        require_room(n_gpus, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={way}")
+        if context.rehearsal:
+            require_room(n_gpus, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={way}")
         if way not in lacking:
             result = run(context, way, *_task(context), *_shards_apart(n_gpus), f"weights.transfer={name}")
             _went_by(context, result, way)
