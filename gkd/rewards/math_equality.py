@@ -13,15 +13,22 @@ import atexit
 import contextlib
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
 import threading
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 SECONDS_PER_QUESTION = 3.0  # of processor time
 SECONDS_OF_WAITING = 60.0  # by the clock, for a child that is stopped or gets no processor
 MEMORY_LIMIT = 4 << 30  # bytes of address space
 MAX_LENGTH = 2000  # characters looked at, from the end of each text
+MOST_APART = 1e-4  # of the larger: two numbers that are further apart are different, whatever math-verify rounds
+SMALLEST = 1e-90  # what sympy leaves of a number that is 0
 
 log = logging.getLogger(__name__)
 
@@ -91,20 +98,123 @@ def are_math_equal(response: str, answer: str) -> bool:
     return _comparer.are_equal(response, answer)
 
 
-def _compare(response: str, answer: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers of an answer, where each of its variables stands for one: equal answers have equal ones.
+
+    ``kind``: answers of two kinds are not compared. The numbers are in order, or else a set of them.
+    """
+
+    kind: str
+    values: list[Any]
+    in_order: bool = True
+
+    def differ(self, other: Numbers) -> bool:
+        """Return whether they show that the answers are different."""
+        if self.kind != other.kind:
+            return False
+        if self.in_order:
+            return any(map(_are_apart, self.values, other.values))
+        pairs = ((self.values, other.values), (other.values, self.values))
+        return any(all(_are_apart(a, b) for b in others) for values, others in pairs for a in values)
+
+
+def _are_apart(a: Any, b: Any) -> bool:
+    """Return whether two numbers differ, and not only by rounding."""
+    largest = max(abs(a), abs(b))
+    return bool(largest > SMALLEST and abs(a - b) > MOST_APART * largest)
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> tuple[list[Any], Numbers | None]:
+    """Return what math-verify makes of an answer, and its numbers where it has any."""
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse
 
     # As LaTeX only: of what it cannot read whole it would else take a number. Without its units, as a last "h" or "ab"
     # is one to it. The alarm of main() is the time-out; math-verify's own works in the main thread of a process only.
     form = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True)
     )
-    own, gold = (
-        parse(f"${text.strip('$')}$", [form], fallback_mode="no_fallback", parsing_timeout=None)
-        for text in (response, answer)
-    )
-    return bool(gold) and bool(verify(gold, own, timeout_seconds=None))
+    parsed = parse(f"${text.strip('$')}$", [form], fallback_mode="no_fallback", parsing_timeout=None)
+    if not parsed:
+        return [], None
+    try:
+        if re.search(r"\bor\b", text):
+            parsed = [_unite(parsed[0]), *parsed[1:]]
+        return parsed, _numbers_of(parsed[0])
+    except Exception:  # sympy raises what it meets, also of what is no number
+        return parsed, None
+
+
+def _unite(answer: Any) -> Any:
+    """Return the set of the numbers for which one of several inequalities holds; anything else as it is."""
+    from sympy import FiniteSet, Union
+    from sympy.core.relational import Relational
+
+    if isinstance(answer, FiniteSet) and all(isinstance(part, Relational) for part in answer.args):
+        return Union(*(part.as_set() for part in answer.args))
+    return answer
+
+
+def _numbers_of(answer: Any) -> Numbers | None:
+    """Return the value of an expression, elements of a matrix, ends of a set, or where both sides of a relation meet.
+
+    Raises anything where there are none.
+    """
+    from sympy import And, Derivative, Eq, Expr, MatrixBase, Rational, Set, Symbol, UnevaluatedExpr
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
+
+    if isinstance(answer, Symbol) or answer.has(ExprWithLimits, Derivative, UnevaluatedExpr):
+        return None  # names may be words; sums and integrals take long; math-verify has rules of its own for percents
+    answer = answer.xreplace({f: Symbol(str(f), real=True) for f in answer.atoms(AppliedUndef)})
+    symbols = sorted(answer.free_symbols, key=str)
+    places = {s: Rational(zlib.crc32(s.name.encode()) % 99_991, 99_991) + Rational(1, 2) for s in symbols}
+    if isinstance(answer, Expr):
+        return Numbers("expression", [_number(answer.evalf(15, subs=places))])
+    if isinstance(answer, MatrixBase):
+        return Numbers(f"matrix {answer.shape}", [_number(part.evalf(15, subs=places)) for part in answer.flat()])
+    if isinstance(answer, Set):
+        ends = answer.doit().boundary.args
+        return Numbers("set", [_number(end.evalf(15, subs=places)) for end in ends], in_order=False)
+    relations = [answer] if isinstance(answer, Relational) else answer.args if isinstance(answer, And) else []
+    if not relations or (len(relations) > 1 and any(isinstance(part, Eq) for part in relations)):
+        return None
+    variable = symbols[0]
+    places.pop(variable)
+    roots = [root for part in relations for root in _roots(part.lhs - part.rhs, variable, places)]
+    return Numbers(f"relation of {variable}", roots, in_order=False)
+
+
+def _roots(expression: Any, variable: Any, places: dict[Any, Any]) -> list[Any]:
+    """Return the real numbers for ``variable`` at which a rational ``expression`` is 0. Raises anything for others."""
+    from sympy import Poly, cancel, re
+
+    numerator = cancel(expression.xreplace(places)).as_numer_denom()[0]
+    coefficients = [_number(coefficient.evalf(15)) for coefficient in Poly(numerator, variable).all_coeffs()]
+    if len(coefficients) == 1:
+        raise ValueError("it does not depend on the variable")
+    roots = Poly(coefficients, variable).nroots()
+    return [re(root) for root in roots if not _are_apart(root, re(root))]
+
+
+def _number(value: Any) -> Any:
+    """Return a number of sympy's. Raises ValueError for anything else."""
+    if not (value.is_number and value.is_finite):
+        raise ValueError(f"{value} is no number")
+    return value
+
+
+def _compare(response: str, answer: str) -> bool:
+    from math_verify import verify
+
+    (own, numbers), (gold, expected) = _read(response), _read(answer)
+    # Numbers that differ save a proof, which takes sympy a tenth of a second; and math-verify rounds small ones to 0.
+    if numbers and expected and numbers.differ(expected):
+        return False
+    return bool(gold) and bool(verify(gold, own, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def main() -> None:
