@@ -16,7 +16,7 @@ from gkd.rewards.answers import (
     stated_answer,
     with_opened_reasoning,
 )
-from gkd.rewards.comparison import choice, is_formula, is_same_answer, normalize_text, strip_markup
+from gkd.rewards.comparison import FUNCTIONS, choice, is_formula, is_same_answer, normalize_text, strip_markup
 from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
 
@@ -77,7 +77,8 @@ def _is_plausible(content: str, expected: str) -> bool:
     normalized = normalize_text(expected)
     option = choice(normalized)
     words = option[1] if option else not (quantity(normalized) or is_formula(strip_markup(expected)))
-    return bool(words) or re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2}", normalize_text(content)) is None
+    first = re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2,}", normalize_text(content))
+    return bool(words) or first is None or first[0].lower() in {*FUNCTIONS, "pi"}
 
 
 def _guess_answers(response: str, expected: str) -> list[str]:
@@ -99,7 +100,7 @@ def _with_unit(numeral: Numeral | None, number: Quantity) -> list[str]:
     """Return a number and what follows it, as far as it belongs to the number."""
     if numeral is None:
         return []
-    words = re.match(r"(?:\s*[a-zA-Z/]+){0,4}", numeral.after)
+    words = re.match(r"(?:\s*[a-zA-Z/]+(?:[²³]|\^\{?[23]\}?)?){0,4}", numeral.after)
     unit = words[0].split() if words else []
     belongs = number.unit or (unit and unit[0].lower() in SCALES)
     return [f"{numeral.text} {' '.join(unit)}" if belongs else numeral.text]

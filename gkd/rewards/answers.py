@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gkd.rewards.quantity import FRACTION, SYMBOL, UNSIGNED
+from gkd.rewards.quantity import EXPONENT, FRACTION, SYMBOL, UNSIGNED
 
 MARKER = "####"  # GSM8K's, before the final answer
 TAIL = 20_000  # characters at the end of a text in which its final answer is looked for
 MOST_SENTENCES = 20  # of those that state what the answer is, from the end
 
 _TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?[.0-9]|[-+]?\\[a-zA-Z]))")
+_BARE_END = re.compile(r"[.,;:!?]{0,3}(?:[\s$*]|\\[)\]]|\Z)")
 _HEADING = re.compile(r"\d+[.)]\s+\D|[^\W\d_]{2,}")  # after "####", with text below: a heading in Markdown
 _SENTENCE = re.compile(
     r"\b(?:answer|option|choice)s?\b[*_\"']*(?:\s+(?:to|for|of)\b[^.:\n]{0,80}?)?"
@@ -28,11 +29,14 @@ _END = re.compile(
 _FINAL_NUMBER = re.compile(
     rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"
     rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:[0-9]+\s(?=[0-9]+\s?/\s?[0-9]))?"
-    rf"(?:{UNSIGNED}){FRACTION}(?!:[0-9])(?:\s?\\?%)?"
+    rf"(?:{UNSIGNED})(?:{EXPONENT})?{FRACTION}(?!:[0-9])(?:\s?\\?%)?"
 )
-_DENIED = re.compile(r"(?:\bnot|n't|\bnever)(?:\s+be)?\s+\S{0,2}$", re.IGNORECASE)
+_DENIED = re.compile(r"(?:(?:\bnot|n't|\bnever)(?:\s+be)?|\bor|\bminus)\s+\S{0,2}$", re.IGNORECASE)
+_NEGATIVE = re.compile(r"\N{MINUS SIGN}|\bnegative\s+(?=[0-9])", re.IGNORECASE)
 _MATH_SPAN = re.compile(
-    r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)|(?<![\\0-9])\$([^$\n]{1,1000})(?<!\\)\$", re.DOTALL
+    r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)"
+    r"|(?<![\\0-9])\$([^$\n]{1,1000})(?<!\\)\$(?![0-9])",  # what closes a formula stands before no price
+    re.DOTALL,
 )
 _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}")
 
@@ -80,7 +84,7 @@ def with_opened_reasoning(prompt: str, response: str) -> str:
 
 def cut_reasoning(text: str) -> str:
     """Return what follows the reasoning, as far as it is looked at, with one kind of minus sign."""
-    text = text.replace("\N{MINUS SIGN}", "-")
+    text = _NEGATIVE.sub("-", text)
     _, closing, after = text.rpartition("</think>")
     if closing:
         return after[-TAIL:]
@@ -97,12 +101,15 @@ def _box(text: str) -> Statement | None:
     if not boxes:
         return None
     start, begin = boxes[-1].span()
-    depth = 1
+    bare = text[begin - 1] != "{"  # \boxed5, and what belongs to it up to a space
+    depth = 0 if bare else 1
     for position in range(begin, len(text)):
+        if bare and depth == 0 and _BARE_END.match(text, position):
+            return Statement(start, position, text[begin:position])
         depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
+        if depth == 0 and not bare:
             return Statement(start, position + 1, text[begin:position])
-    return Statement(start, len(text), "")
+    return Statement(start, len(text), text[begin:] if bare and depth == 0 else "")
 
 
 def _marker(text: str) -> Statement | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gkd.rewards.math_equality import are_math_equal
-from gkd.rewards.quantity import LONGEST, NO_UNITS, PROSE, SCALES, Quantity, quantity, units_agree
+from gkd.rewards.quantity import LONGEST, NO_UNITS, PROSE, SCALES, TIMES, Quantity, quantity, units_agree
 
 MOST_UNIT_WORDS = 3
 """After a formula: square feet per hour; more words are no unit but go on with the sentence."""
@@ -22,12 +22,26 @@ _UNIT = re.compile(
     rf"(?:(?:\s*/?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
-_BEFORE_UNIT = re.compile(r"(?:\$([^$]+)\$|\\\((.+?)\\\))\s*([a-zA-Z]+)(?![a-zA-Z])([a-zA-Z .²³-]*)")
-_FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
-_FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arctan"}
+_NAME = re.compile(r"(?<![\\a-zA-Z])(?![A-Z]+(?![a-zA-Z]))[a-zA-Z]{3,}")  # not the triangle ABC
+_BEFORE_UNIT = re.compile(r"(?:\$([^$]+)\$|\\\((.+?)\\\))\s*([a-zA-Z]+)(?![a-zA-Z])([a-zA-Z .-]*(?:\^[23])?)")
+FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm"})
+FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arctan"}
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\*?\}|\\[a-zA-Z]+")
 _OPERATOR = re.compile(r"[\d\\^+*/=<>]|(?<![a-zA-Z])[a-zA-Z]?\s*-\s*[a-zA-Z](?![a-zA-Z])")  # p - q, and not so-so
 _SPACING = re.compile(r"(?P<row>\\\\)|\\[,!;: ]|\\q?quad\b|~|\xa0")
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?:q|qslant)?(?![a-zA-Z])")
+_OR = re.compile(r"\bor\b")
+_UNICODE = {"∞": "\\infty", "∅": "\\emptyset", "∈": "\\in", "\N{UNION}": "\\cup", "·": "\\cdot", TIMES: "\\times"}
+_UNICODE |= {"π": "\\pi", "≤": "\\le", "≥": "\\ge", "≠": "\\ne", "≈": "\\approx", "±": "\\pm"}
+_ASCII = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne "}
+_SYMBOLS = str.maketrans({character: f"{command} " for character, command in _UNICODE.items()})
+_SUPERSCRIPTS = {ord(character): digit for character, digit in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)}
+_POWER = re.compile(r"\^\{(\w)\}(?!\w)")
+_ABOUT = re.compile(r"\\(?:approx|simeq|sim)(?![a-zA-Z])")
+_PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
+_ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
+_ANY_FRACTION = re.compile(rf"(\\sqrt\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
 _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
@@ -37,10 +51,13 @@ def strip_markup(text: str) -> str:
     text = re.sub(r"(?<=[0-9])(?:,\\!|\{,\})(?=[0-9])", ",", text)
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
     text = _SPACING.sub(lambda match: match["row"] or " ", text).replace("\N{MINUS SIGN}", "-")
+    text = _POWER.sub(r"^\1", _spell_symbols(text))
     text = " ".join(re.sub(r"\\(?:left|right|displaystyle)\b", "", text).split())
     while True:
         before = text
         text = text.strip(" *").rstrip(".;,")
+        if about := _ABOUT.match(text):
+            text = text[about.end() :]
         for opening, closing in _WRAPPED:
             inside = text[len(opening) : len(text) - len(closing)]
             if text.startswith(opening) and text.endswith(closing) and inside and closing not in inside:
@@ -49,11 +66,22 @@ def strip_markup(text: str) -> str:
             return text
 
 
+def _spell_symbols(text: str) -> str:
+    """Return ``text`` with LaTeX's commands for relations in ASCII and for symbols of Unicode."""
+    for symbol, command in _ASCII.items():
+        text = text.replace(symbol, command)
+    if text.isascii():
+        return text
+    text = re.sub(r"√\s*(?:([0-9]+)|\(([^()]*)\))", lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
+    text = text.replace("√", "\\sqrt").translate(_SYMBOLS)
+    powers = re.compile(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+")
+    return powers.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+
+
 def normalize_text(text: str) -> str:
     """Return :func:`strip_markup` with LaTeX's text commands and escapes undone."""
-    return strip_markup(
-        _TEXT.sub(lambda match: f" {match[1].strip()} ", strip_markup(text)).replace("\\%", "%").replace("\\$", "$")
-    )
+    plain = _TEXT.sub(lambda match: f" {match[1].strip()} ", strip_markup(text))
+    return strip_markup(plain.replace(" ^", "^").replace("\\%", "%").replace("\\$", "$"))
 
 
 def is_same_answer(response: str, expected: str) -> bool:
@@ -62,8 +90,19 @@ def is_same_answer(response: str, expected: str) -> bool:
     own, reference = normalize_text(response), normalize_text(expected)
     if is_same_text(own, reference) or not own or max(len(own), len(reference)) > LONGEST:
         return is_same_text(own, reference)
-    if (options := choice(reference)) is not None:
-        return _is_same_choice(own, *options)
+    options = choice(own), choice(reference)
+    if options[1] is not None:
+        return _is_same_choice(own, *options[1])
+    if options[0] is not None and options[0][1]:
+        return is_same_answer(options[0][1], expected)
+    sides = [[side for side in _ABOUT.split(text) if side.strip()] for text in (response, expected)]
+    if max(map(len, sides)) > 1:  # of an exact value and a rounded one either counts
+        return any(is_same_answer(side, other) for side in sides[0] for other in sides[1])
+    return _is_same_mathematics(response, expected, own, reference)
+
+
+def _is_same_mathematics(response: str, expected: str, own: str, reference: str) -> bool:
+    """Return whether two answers, and what they are without text commands, are the same number, list or formula."""
     numbers = number_of(own), number_of(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
@@ -71,7 +110,7 @@ def is_same_answer(response: str, expected: str) -> bool:
     if lists[0] is not None and lists[1] is not None:
         return _is_same_list(*lists[0], *lists[1])
     left, equals, right = response.rpartition("=")
-    if equals and "=" not in reference and lists[0] is None and not _WORD.search(_TEXT.sub("", left)):
+    if equals and "=" not in reference and lists[0] is None and not _NAME.search(_TEXT.sub("", left)):
         return is_same_answer(right, expected)
     return _is_same_formula(response, expected)
 
@@ -113,9 +152,11 @@ def _is_same_choice(own: str, letter: str, text: str) -> bool:
 
 
 def _items(text: str) -> tuple[str, list[str]] | None:
-    """Return brackets and elements of a list; None for what is none."""
-    if quantity(text) is not None:
+    """Return brackets and elements of a list, ± for the two of a formula with that sign; None for what is none."""
+    if quantity(text) is not None or (_RELATION.search(text) and _OR.search(text)):
         return None
+    if text.count("\\pm") == 1:
+        return "±", [text.replace("\\pm", "+"), text.replace("\\pm", "-")]
     brackets = ""
     match = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
     if match and not re.search(r"[()\[\]]", match[2]):
@@ -132,10 +173,12 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: list[str]) -> bool:
-    """Return whether lists are equal in order, within braces in any; brackets count where the reference has them."""
-    if len(own) != len(reference) or own_brackets not in ({brackets} if brackets else {"", "()", "[]", "{}"}):
+    """Return whether lists are equal in order, sets in any; brackets but those of sets count where the reference has
+    them."""
+    allowed = {"", "{}", "±"} if brackets in ("{}", "±") else {brackets} if brackets else {"", "()", "[]", "{}", "±"}
+    if len(own) != len(reference) or own_brackets not in allowed:
         return False
-    if brackets != "{}":
+    if brackets != "{}" and "±" not in (brackets, own_brackets):
         return all(map(is_same_answer, own, reference))
     left = list(reference)
     for item in own:
@@ -152,7 +195,7 @@ def is_formula(text: str) -> bool:
     A subscript is none of these numbers, as in a logarithm's base.
     """
     text = _TEXT.sub(" ", text)
-    words = [word for word in _WORD.findall(_COMMAND.sub(" ", text)) if word.lower() not in _FUNCTIONS]
+    words = [word for word in _WORD.findall(_COMMAND.sub(" ", text)) if word.lower() not in FUNCTIONS]
     return not words and bool(_OPERATOR.search(text)) and not re.search(r"(?<!_)\d\s+[\d.]", text)
 
 
@@ -161,10 +204,25 @@ def _is_same_formula(own: str, reference: str) -> bool:
         return False
     texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, reference)]
     scales = [SCALES.keys() & text.split() for text in texts]
-    based = [re.search(r"\d\s*_", text) is not None for text in (own, reference)]  # 25 in base 8 is not 25
-    if not units_agree(*texts) or scales[0] != scales[1] or based[0] != based[1]:
+    bases = [
+        [base.strip("{} ") for base in _BASE.findall(_TEXT.sub(lambda match: match[1], text))]
+        for text in (own, reference)
+    ]  # 25 in base 8 is not 25
+    if not units_agree(*texts) or scales[0] != scales[1] or bases[0] != bases[1]:
         return False
-    return are_math_equal(_without_unit(own), _without_unit(reference))
+    return are_math_equal(_as_latex(_without_unit(own)), _as_latex(_without_unit(reference)))
+
+
+def _as_latex(formula: str) -> str:
+    """Return a formula with all that math-verify does not read spelt out: ``\\frac\\pi2``, ``pi``, ``x**2``."""
+    formula = _PI.sub(r"\\pi ", formula.replace("**", "^").replace("\\varnothing", "\\emptyset"))
+    return _ANY_FRACTION.sub(_brace_fraction, formula)
+
+
+def _brace_fraction(match: re.Match[str]) -> str:
+    parts = [part if part.startswith("{") else f"{{{part}}}" for part in match.groups()[1:]]
+    fraction = f"\\frac{parts[0]}{parts[1]}"
+    return fraction if match[1] is None else f"\\sqrt{{{fraction}}}"
 
 
 def _mark_unit(text: str) -> str:

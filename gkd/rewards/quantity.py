@@ -13,6 +13,8 @@ SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 SYMBOL = f"[{''.join(CURRENCIES)}]"
 UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 FRACTION = r"(?:\s?/\s?[0-9]+)?"
+TIMES = "\N{MULTIPLICATION SIGN}"
+EXPONENT = rf"(?:e|\s?(?:\\times|\\cdot|[{TIMES}·*x])\s?10\s?\^\s?)\{{?[-+]?[0-9]{{1,3}}\}}?"
 
 NO_UNITS = frozenset({"and", "or", "to", "of", "not", "times", "plus", "minus", "over", "mod", "squared", "cubed"})
 NO_UNITS |= {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "factorial"}
@@ -23,9 +25,9 @@ _ATTACHED = r"(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph|hrs?|mins?|secs?|am|pm|th|s
 _APART = r"\s+(?=[a-z]{2}|(?-i:[mgshlLVWNJAC])\b)"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s?(?P<currency>{SYMBOL}?)\s?(?P<minus>-?)(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?"
-    rf"(?P<value>{UNSIGNED})(?P<exponent>e[-+]?[0-9]{{1,3}})?(?P<fraction>{FRACTION})\.?\s*(?P<after>{SYMBOL}?)"
+    rf"(?P<value>{UNSIGNED})(?P<exponent>{EXPONENT})?(?P<fraction>{FRACTION})\.?\s*(?P<after>{SYMBOL}?)"
     rf"(?P<percent>%|percent\b|°|\\degree\b|\^\{{?\\circ\}}?)?"
-    rf"(?P<unit>(?:(?={_ATTACHED})|{_APART})[a-z][a-z .'/²³-]*(?:\^\{{?[23]\}}?)?)?",
+    rf"(?P<unit>(?:(?={_ATTACHED})|{_APART}|(?=/[a-z]{{3}}))[a-z/][a-z .'/-]*(?:\^\{{?[23]\}}?)?)?",
     re.IGNORECASE,
 )
 
@@ -54,7 +56,8 @@ def quantity(text: str) -> Quantity | None:
     words = (match["unit"] or "").lower().replace(".", " ").split() if match else []
     if match is None or (words and words[0] in NO_UNITS) or (match["after"] and not PROSE.isdisjoint(words)):
         return None
-    value = Fraction(match["value"].replace(",", "") + (match["exponent"] or ""))
+    exponent = re.findall(r"[-+]?[0-9]+", match["exponent"] or "0")[-1]
+    value = Fraction(f"{match['value'].replace(',', '')}e{exponent}")
     if match["fraction"]:
         if (divisor := int(match["fraction"].strip(" /"))) == 0:
             return None
