@@ -83,7 +83,8 @@ class CountingGenerate:
             sampling = replace(sampling, max_tokens=max_response_length)
         seed = seed_in_set(self._seed, self._job.question.key, self._job.index, self._n_replies)
         self._n_replies += 1
-        reply = await self._source.reply(self._job.question, prompt, sampling, seed)
+        question = self._job.question
+        reply = replace(await self._source.reply(question, prompt, sampling, seed), prompt=question.prompt.text)
         self.n_tokens += reply.n_tokens
         self._truncated.pop(reply.text, None)
         self._truncated[reply.text] = reply.truncated  # the last one that came stands last

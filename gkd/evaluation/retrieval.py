@@ -57,10 +57,10 @@ class AdaptiveRetrieval(Retrieval):
             task = f"Reply with the answer, or with MORE if you need {further}."
             reply = await generate(self._prompt(generate.question, seen, task))
             cost += reply.n_tokens
-            request = MORE.match(reply.text)
+            request = MORE.match(reply.conclusion)
             if request is None:
                 return Answer(reply.text, cost, step + 1)
-            seen.append(reply.text[request.end() :] if passages is None else passages[step])
+            seen.append(reply.conclusion[request.end() :] if passages is None else passages[step])
         reply = await generate(self._prompt(generate.question, seen, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, most + 1)
 
@@ -76,6 +76,6 @@ class FixedRetrieval(Retrieval):
             task = "Note in a sentence what helps with the answer." if passage else "Think one step further."
             reply = await generate(self._prompt(generate.question, [*seen, *passage], task))
             cost += reply.n_tokens
-            seen += [*passage, reply.text]
+            seen += [*passage, reply.conclusion]
         reply = await generate(self._prompt(generate.question, seen, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, self.config.k + 1)

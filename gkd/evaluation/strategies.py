@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from gkd.rewards.answers import with_opened_reasoning, without_reasoning
+
 Columns: TypeAlias = Mapping[str, Any]
 """A row of the data file."""
 Messages: TypeAlias = Sequence[Mapping[str, str]]
@@ -21,12 +23,19 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 class Reply:
     """A model's reply: its text, its length in tokens, and whether the limit cut it.
 
-    ``n_tokens`` is NaN of an endpoint that does not state it (``usage``).
+    ``n_tokens`` is NaN of an endpoint that does not state it (``usage``). ``prompt``: the question's text, perhaps with
+    the ``<think>`` that a chat template ends with.
     """
 
     text: str
     n_tokens: float
     truncated: bool
+    prompt: str = ""
+
+    @property
+    def conclusion(self) -> str:
+        """The text without the model's reasoning; "" where the limit cut that."""
+        return without_reasoning(with_opened_reasoning(self.prompt, self.text) if self.truncated else self.text)
 
 
 @dataclass(frozen=True, slots=True)

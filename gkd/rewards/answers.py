@@ -82,13 +82,17 @@ def with_opened_reasoning(prompt: str, response: str) -> str:
     return f"<think>{response}" if prompt.rstrip().endswith("<think>") else response
 
 
-def cut_reasoning(text: str) -> str:
-    """Return what follows the reasoning, as far as it is looked at, with one kind of minus sign."""
-    text = _NEGATIVE.sub("-", text)
+def without_reasoning(text: str) -> str:
+    """Return what follows the reasoning between ``<think>`` and ``</think>``; "" where that does not end."""
     _, closing, after = text.rpartition("</think>")
     if closing:
-        return after[-TAIL:]
-    return "" if "<think>" in text else text[-TAIL:]
+        return after
+    return "" if "<think>" in text else text
+
+
+def cut_reasoning(text: str) -> str:
+    """Return what follows the reasoning, as far as it is looked at, with one kind of minus sign."""
+    return _NEGATIVE.sub("-", without_reasoning(text)[-TAIL:])
 
 
 def _tag(text: str) -> Statement | None:

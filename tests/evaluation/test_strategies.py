@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -25,14 +26,14 @@ class Model:
 
     in_flight = 1
 
-    def __init__(self, says: Callable[[str, int], str]) -> None:
-        self.says, self.prompts, self.temperatures = says, list[str](), list[float]()
+    def __init__(self, says: Callable[[str, int], str], limit: int = 8) -> None:
+        self.says, self.limit, self.prompts, self.temperatures = says, limit, list[str](), list[float]()
 
     async def reply(self, question: Question, prompt: str | Messages | None, sampling: Sampling, seed: int) -> Reply:
         self.prompts.append(str(prompt or question.prompt.text))
         self.temperatures.append(sampling.temperature)
         text = self.says(self.prompts[-1], len(self.prompts) - 1)
-        return Reply(text, len(text.split()), False)
+        return Reply(text, len(text.split()), len(text.split()) == self.limit)
 
     async def work(self) -> None:
         await asyncio.Event().wait()
@@ -66,9 +67,10 @@ def test_what_is_not_is_none(one: object) -> None:
     assert not _is_strategy(one)
 
 
-def answered(model: Model, strategy: object, row: dict[str, object]) -> Answer:
+def answered(model: Model, strategy: object, row: dict[str, object], opened: str = "") -> Answer:
     (job,) = jobs(1)
-    question = Question(job.question.key, job.question.prompt, row)
+    prompt = replace(job.question.prompt, text=job.question.prompt.text + opened)
+    question = Question(job.question.key, prompt, row)
     answers: list[Answer] = []
     to_answer = [type(job)(question, 0)]
     answer_all(model, to_answer, strategy, Sampling(8), 0, lambda job_answer: answers.append(job_answer.answer))
@@ -108,3 +110,17 @@ def test_self_consistency_takes_what_most_samples_say() -> None:
     assert answered(model, SelfConsistency(SelfConsistency.Config(k=5)), {}) == Answer("#### 4", 8, 5)
     assert model.temperatures == [0.7] * 5
     assert answered(Model(lambda *_: ""), SelfConsistency(SelfConsistency.Config(k=2)), {}).text == ""
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_what_a_model_thinks_is_not_what_it_says(opened: str) -> None:
+    """Where the reply begins its reasoning, and where the prompt's template does."""
+    own = "" if opened else "<think>"
+    says = [f"{own}so it is 3", f"{own}3 or 4</think>5", f"{own}so it is 3"]  # the first and the last are cut
+    model = Model(lambda _, n: says[n], limit=4)
+    assert answered(model, SelfConsistency(SelfConsistency.Config(k=3)), {}, opened).text == says[1]
+    model = Model(lambda prompt, _: f"{own}hm</think>\n{reader(prompt, 0)}")
+    assert answered(model, AdaptiveRetrieval(Retrieval.Config(k=3)), DOCUMENTS, opened).iterations == 3
+    model = Model(lambda _, n: f"{own}hm</think>note {n}")
+    answered(model, FixedRetrieval(Retrieval.Config(k=1)), {}, opened)
+    assert "note 0" in model.prompts[-1] and "hm" not in model.prompts[-1]
