@@ -32,9 +32,10 @@ class Prompt:
     ``token_ids`` [P] are the prompt's tokens with the chat template applied, ``text`` what the data file held, or the
     template made of its messages, ``answer`` the reference answer where the data has one, ``other_answers`` those that
     are as right, ``answer_ids`` the answer's tokens and the end token where it is learned from. ``messages``: the chat
-    template's input, where the data holds messages. ``teacher``: which of ``teacher.models`` scores its responses;
-    ``teacher_ids`` [Q]: the prompt's tokens by that teacher's own template, None where they are the student's.
-    ``file``: which of the files it is from. ``columns``: the whole row, where rewards look at it.
+    template's input, where the data holds messages, and ``tools`` the JSON schemas that it is given beside them.
+    ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the prompt's tokens by that
+    teacher's own template, None where they are the student's. ``file``: which of the files it is from. ``columns``: the
+    whole row, where rewards look at it.
     """
 
     id: int
@@ -48,6 +49,7 @@ class Prompt:
     other_answers: tuple[str, ...] = ()
     file: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def answers(self) -> tuple[str, ...]:

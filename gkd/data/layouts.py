@@ -17,6 +17,7 @@ from gkd.errors import ConfigError
 
 VERL_ANSWER = "reward_model.ground_truth"
 SHAREGPT_COLUMN = "conversations"
+TOOLS_COLUMN = "tools"
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -79,6 +80,32 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
                 f"{row.place}: {key!r} is or holds a {kind}; an answer is text, a number, a list of these, or messages"
             )
     return tuple(str(answer) for answer in answers if not is_missing(answer))
+
+
+def tools_of(row: Row) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a row, as JSON schemas: its column ``tools``, a list of them or the text of one in JSON.
+
+    None where it has no such column or nothing in it. Raises ConfigError for anything else.
+    """
+    value = row.values.get(TOOLS_COLUMN)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = [value]
+    if is_missing(value) or not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ConfigError(
+            f"{row.place}: {TOOLS_COLUMN!r} is neither a list of JSON schemas nor one as JSON; the chat template is "
+            "given it as the tools that there are, so what is none needs another name"
+        )
+    return tuple(_without_nulls(tool) for tool in value)
+
+
+def template_variables(kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a chat template is given beside messages: ``kwargs``, and the tools of a row that has some."""
+    return {**kwargs, "tools": [dict(tool) for tool in tools]} if tools else dict(kwargs)
 
 
 def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

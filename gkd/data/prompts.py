@@ -19,6 +19,7 @@ from gkd.data.layouts import (
     messages_to_answer,
     prompt_key,
     require_text_alone,
+    tools_of,
 )
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
@@ -125,6 +126,7 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: i
             file=file,
             columns=row.values if columns else {},
             messages=None if isinstance(value, str) else tuple(messages_to_answer(value)),
+            tools=() if isinstance(value, str) else tools_of(row),
             teacher=None if data.teacher_key is None else str(row.get(data.teacher_key, "data.teacher_key")),
         )
         for read in prompt.answers:

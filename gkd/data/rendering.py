@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gkd.data.layouts import template_variables
 from gkd.data.prompts import PromptSet
 from gkd.data.templates import begins_itself, chat_template_of, special_ids_around
 from gkd.errors import ConfigError, one_line
@@ -66,7 +67,7 @@ class Renderer:
                 chat_template=self.rendering.chat_template,
                 add_generation_prompt=True,
                 **self.rendering.special_tokens,
-                **self.kwargs,
+                **template_variables(self.kwargs, prompt.tools),
             )
         except Exception as error:  # a template computes with what the messages hold, and raises what it meets
             reason = one_line(error)

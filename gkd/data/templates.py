@@ -8,7 +8,7 @@ from typing import Any
 
 from gkd.config import Data
 from gkd.config.data import PLACE
-from gkd.data.layouts import is_message, messages_to_answer, prompt_of
+from gkd.data.layouts import is_message, messages_to_answer, prompt_of, template_variables, tools_of
 from gkd.data.row import Row, is_missing
 from gkd.errors import ConfigError, one_line
 
@@ -42,12 +42,9 @@ def render(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenizer:
     question = messages_to_answer(messages)
     if not question:
         raise ConfigError(f"{row.place}: {key!r} holds only the assistant's messages, so there is no prompt")
+    kwargs = template_variables(data.chat_template_kwargs, tools_of(row))
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                question, add_generation_prompt=True, tokenize=False, **data.chat_template_kwargs
-            )
-        )
+        return str(tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False, **kwargs))
     except Exception as error:  # a template computes with what the messages hold, and raises what it meets
         raise ConfigError(f"{row.place}: the chat template refuses {key!r}: {one_line(error)}") from None
 

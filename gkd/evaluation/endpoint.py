@@ -86,6 +86,8 @@ class EndpointReplies:
         name = f"evaluate.endpoints.{self.model.name}: {settings.url}"
         body: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
         body |= _extra_parameters(sampling, question.chat_template_kwargs)
+        if tools := question.prompt.tools:  # shown to the model, whose reply is a text all the same
+            body |= {"tools": list(tools), "tool_choice": "none"}
         try:
             answer = await model.complete(
                 model=settings.model,

@@ -16,6 +16,7 @@ from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
 from gkd.config.device import require_device
+from gkd.data.layouts import template_variables
 from gkd.data.model_info import ModelInfo
 from gkd.data.templates import begins_itself, special_ids_around
 from gkd.errors import RunFailed, one_line
@@ -143,7 +144,7 @@ def make_prompt(question: Question, prompt: str | Messages, tokenizer: Any) -> P
             if not begins_itself(prompt, tokenizer.bos_token):
                 before, after = special_ids_around(tokenizer)
         else:
-            kwargs = question.chat_template_kwargs
+            kwargs = template_variables(question.chat_template_kwargs, asked.tools)
             text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False, **kwargs)
         ids = [*before, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *after]
     except Exception as error:  # a template raises whatever it meets

@@ -79,6 +79,7 @@ def _digest(question: Question, sampling: Sampling, seed: int) -> str:
     # Of a strategy's own prompts, and of endpoints, whose templates nobody knows.
     further: dict[str, Any] = {name: getattr(sampling, name) for name in ("top_k", "min_p", "presence_penalty", "stop")}
     further["chat_template_kwargs"] = question.chat_template_kwargs
+    further["tools"] = question.prompt.tools
     if used := {name: value for name, value in further.items() if value}:  # earlier answers have none of them
         parts.append(json.dumps(used))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from gkd.config import Data
 from gkd.data.prompts import load_prompts
+from gkd.data.rendering import Renderer, Rendering
 from gkd.data.row import Row
 from gkd.data.templates import question_of
 from gkd.errors import ConfigError
+from gkd.evaluation.engines import make_prompt
+from gkd.evaluation.questions import Question
 from tests.data.models import TEMPLATE, WORDS, word_tokenizer
 
 ROW = Row(
@@ -95,3 +100,40 @@ def test_the_chat_template_is_given_further_variables(tmp_path: Any) -> None:
         tokens(word_tokenizer(template=TEMPLATE), apply_chat_template=True, **off)
     with pytest.raises(ConfigError, match=r"data\.system_prompt: .*chat template"):
         tokens(word_tokenizer(), system_prompt="b")
+
+
+TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }} {{ tool['function'] | length }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("tools", "shown"),
+    [
+        ([{"type": "function", "function": {"name": "b"}}, {"function": {"name": "c", "strict": None}}], ["b", "c"]),
+        ('[{"type": "function", "function": {"name": "b"}}]', ["b"]),
+        (None, []),
+        ("", []),
+        ([], []),
+        ("[]", []),
+    ],
+)
+def test_the_chat_template_is_given_a_rows_tools(tools: Any, shown: list[str], tmp_path: Any) -> None:
+    """Also a teacher's, and that of what a strategy asks; null fields are Parquet's."""
+    tokenizer = word_tokenizer((*WORDS, "1"), template=TOOLS + TEMPLATE)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": [USER | {"content": "a"}], "tools": tools}) + "\n")
+    (prompt,) = load_prompts([str(tmp_path / "x.jsonl")], Data(), tokenizer).prompts
+    text = " ".join([*(f"{name} 1" for name in shown), "<user> a <assistant>"])
+    assert tokenizer.decode(prompt.token_ids) == text
+    teacher = Renderer("teacher", tokenizer, Rendering.from_tokenizer(tokenizer))
+    assert np.array_equal(teacher.token_ids([prompt])[0], prompt.token_ids)
+    own = make_prompt(Question("", prompt, {}), "d", tokenizer)
+    assert tokenizer.decode(own.token_ids) == text.replace(" a ", " d ")
+
+
+def test_tools_that_are_none(tmp_path: Any) -> None:
+    """A question that no template sees may have a column of that name."""
+    tokenizer = word_tokenizer(template=TEMPLATE)
+    for tools in ("a hammer", ["a hammer"], {"name": "b"}, '{"name": "b"}', 3):
+        (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "a", "tools": tools}) + "\n")
+        assert load_prompts([str(tmp_path / "x.jsonl")], Data(), tokenizer).prompts[0].text == "a"
+        with pytest.raises(ConfigError, match=r"x\.jsonl line 1: 'tools'"):
+            load_prompts([str(tmp_path / "x.jsonl")], Data(apply_chat_template=True), tokenizer)

@@ -145,6 +145,18 @@ def test_an_endpoints_chat_template_is_given_the_sets_variables(tmp_path: Path, 
     assert len(Adder.requests) == 9 and "chat_template_kwargs" not in Adder.requests[-1]
 
 
+def test_an_endpoint_is_shown_a_rows_tools_and_calls_none(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    """With other tools the answers are other ones."""
+    settings = arguments(tmp_path, server)
+    for n, name in enumerate(("look_up", "add", "add"), start=1):
+        row = {"question": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}
+        tools = [{"type": "function", "function": {"name": name}}]
+        (tmp_path / "sums.jsonl").write_text(json.dumps(row | {"tools": tools}) + "\n")
+        evaluate(compose_evaluation(settings), Console(file=StringIO()))
+        assert len(Adder.requests) == min(n, 2)
+        assert (Adder.requests[-1]["tools"], Adder.requests[-1]["tool_choice"]) == (tools, "none")
+
+
 @pytest.mark.parametrize("parameter", ["max_tokens", "temperature"])
 def test_an_endpoint_that_takes_a_limit_by_another_name_is_sent_that(
     tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, parameter: str
