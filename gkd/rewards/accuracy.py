@@ -48,10 +48,10 @@ def agreement(response: str, answer: str) -> float:
     r"""Return 1.0 when ``response`` gives ``answer``, else 0.0. Never raises, whatever the texts hold.
 
     They agree when they are equal but for white space. Else the final answer is taken out of both: what stands last
-    in ``<answer>`` tags, in a ``\boxed{}``, after ``####`` or in a sentence such as "the answer is ...". A reference
-    that states none is the answer itself; of a response its last line counts, or its last number where the reference is
-    a number, or its last formula where it is one. Two answers agree as text, as choices (``(B)``), as numbers, element
-    by element as lists, or in mathematics, which math-verify decides.
+    in ``<answer>`` tags, in a ``\boxed{}``, after ``####``, in a field ``"answer"`` of JSON or in a sentence such as
+    "the answer is ...". A reference that states none is the answer itself; of a response its last line counts, or its
+    last number where the reference is a number, or its last formula where it is one. Two answers agree as text, as
+    choices (``(B)``), as numbers, element by element as lists, or in mathematics, which math-verify decides.
 
     This is stricter than math-verify alone, and than the rewards of TRL and verl with it: to these, units count for
     nothing, every list is a set, "72 million" is 72, and some forms count although another answer follows. It accepts

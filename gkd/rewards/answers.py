@@ -1,4 +1,4 @@
-"""Where a text states its final answer, in whatever form: tags, a box, GSM8K's marker, a sentence, a last number."""
+"""Where a text states its final answer, in whatever form: tags, a box, GSM8K's marker, JSON, a sentence, a number."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ _TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?[.0-9]|[-+]?\\[a-zA-Z]))")
 _BARE_END = re.compile(r"[.,;:!?]{0,3}(?:[\s$*]|\\[)\]]|\Z)")
 _HEADING = re.compile(r"\d+[.)]\s+\D|[^\W\d_]{2,}")  # after "####", with text below: a heading in Markdown
+_FIELD = re.compile(
+    r'"(?:\w{1,20}[_ ])?answer"\s{0,20}:\s{0,20}(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<number>-?[0-9][0-9.e+-]*))',
+    re.IGNORECASE | re.DOTALL,
+)
 _SENTENCE = re.compile(
-    r"\b(?:answer|option|choice)s?\b[*_\"']*(?:\s+(?:to|for|of)\b[^.:\n]{0,80}?)?"
+    r"\b(?!(?<=\")answer\"\s{0,20}:)(?:answer|option|choice)s?\b[*_\"']*(?:\s+(?:to|for|of)\b[^.:\n]{0,80}?)?"
     r"(?:\s*(?::|=|\b(?:is|are)\b|\b(?:should|would|must|will)\s+be\b)[*_]*)+\s*",
     re.IGNORECASE,
 )
@@ -31,7 +35,9 @@ _FINAL_NUMBER = re.compile(
     rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:[0-9]+\s(?=[0-9]+\s?/\s?[0-9]))?"
     rf"(?:{UNSIGNED})(?:{EXPONENT})?{FRACTION}(?!:[0-9])(?:\s?\\?%)?"
 )
-_DENIED = re.compile(r"(?:(?:\bnot|n't|\bnever)(?:\s+be)?|\bor|\bminus)\s+\S{0,2}$", re.IGNORECASE)
+_DENIED = re.compile(
+    r"(?:(?:\bnot|n't|\bnever)(?:\s+be)?|\bminus|[a-z]\s+\$?[0-9][0-9.,]*\s+or)\s+\S{0,2}$", re.IGNORECASE
+)  # "it is 5 or 6" denies 6, "is 3/5 = 0.6 or 60%" does not
 _NEGATIVE = re.compile(r"\N{MINUS SIGN}|\bnegative\s+(?=[0-9])", re.IGNORECASE)
 _MATH_SPAN = re.compile(
     r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)"
@@ -66,7 +72,9 @@ def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: 
     ``</think>`` only what follows counts.
     """
     text = cut_reasoning(text)
-    statements = [s for s in (_tag(text), _box(text), _marker(text), _sentence(text, plausible)) if s is not None]
+    statements = [
+        s for s in (_tag(text), _box(text), _marker(text), _field(text), _sentence(text, plausible)) if s is not None
+    ]
     if not statements:
         return None
     content = max(statements, key=lambda s: (s.end, -s.start)).content.strip()
@@ -125,6 +133,15 @@ def _marker(text: str) -> Statement | None:
     if len(lines) > 1 and _HEADING.match(content):
         return None
     return Statement(start, text.find(content, start) + len(content), content)
+
+
+def _field(text: str) -> Statement | None:
+    """Return the last field ``answer`` of an object in JSON, a text or a number; backslashes may be single ones."""
+    fields = list(_FIELD.finditer(text))
+    if not fields:
+        return None
+    content = fields[-1]["number"] or fields[-1]["text"].replace("\\\\", "\\").replace('\\"', '"')
+    return Statement(*fields[-1].span(), content)
 
 
 def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:

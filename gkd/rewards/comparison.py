@@ -81,6 +81,7 @@ def _spell_symbols(text: str) -> str:
 def normalize_text(text: str) -> str:
     """Return :func:`strip_markup` with LaTeX's text commands and escapes undone."""
     plain = _TEXT.sub(lambda match: f" {match[1].strip()} ", strip_markup(text))
+    plain = re.sub(r"(?<=[(\[])\s+|\s+(?=[)\]])", "", plain)
     return strip_markup(plain.replace(" ^", "^").replace("\\%", "%").replace("\\$", "$"))
 
 

@@ -519,6 +519,19 @@ NOTATION = [
     ("It is minus 3", "3", False),
     ("It is 5 or 6.", "6", False),
     ("The answer is either 5 or 6.", "6", False),
+    ('{"answer": 18}', "18", True),
+    ('{"reason": "17 + 1", "final_answer": "18"}', "18", True),
+    ('```json\n{"answer": "\\\\frac{1}{2}",\n"reason": "2"}\n```', "0.5", True),
+    ('{"answer": "18"}\nNo, the answer is 17.', "18", False),
+    ('{"answer": 18', "18", True),
+    ('{"answer": "\\frac{1}{2}"}', "0.5", True),
+    ('{"answer": null} 18', "17", False),
+    ('The "answer" is 18.', "18", True),
+    ("\\boxed{(\\text{C})}", "C", True),
+    ("\\boxed{(\\mathrm {C}) }", "(C)", True),
+    ("\\boxed{(\\text{C})}", "B", False),
+    ("so she saved 210/350 = 0.60 or 60% of it", "60", True),
+    ("that makes 6 * 30 = 180 rings, or 180 years", "180", True),
 ]
 TABLES = [TEXT, AFTER_A_MARKER, NUMBERS, CHOICES, LISTS, MATHEMATICS, NEARLY_EQUAL, RELATIONS, NOTATION]
 
