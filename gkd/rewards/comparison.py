@@ -94,7 +94,7 @@ def is_same_answer(response: str, expected: str) -> bool:
     options = choice(own), choice(reference)
     if options[1] is not None:
         return _is_same_choice(own, *options[1])
-    if options[0] is not None and options[0][1]:
+    if options[0] is not None and options[0][1] and choice(options[0][1]) is None:
         return is_same_answer(options[0][1], expected)
     sides = [[side for side in _ABOUT.split(text) if side.strip()] for text in (response, expected)]
     if max(map(len, sides)) > 1:  # of an exact value and a rounded one either counts
