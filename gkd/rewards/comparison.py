@@ -41,6 +41,7 @@ _ABOUT = re.compile(r"\\(?:approx|simeq|sim)(?![a-zA-Z])")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _ANY_FRACTION = re.compile(rf"(\\sqrt\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
 _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
@@ -209,7 +210,8 @@ def _is_same_formula(own: str, reference: str) -> bool:
         [base.strip("{} ") for base in _BASE.findall(_TEXT.sub(lambda match: match[1], text))]
         for text in (own, reference)
     ]  # 25 in base 8 is not 25
-    if not units_agree(*texts) or scales[0] != scales[1] or bases[0] != bases[1]:
+    times = [_TIME.findall(text) for text in (own, reference)]  # 10:30 is no 4:12, as quotients they are equal
+    if not units_agree(*texts) or scales[0] != scales[1] or bases[0] != bases[1] or times[0] != times[1]:
         return False
     return are_math_equal(_as_latex(_without_unit(own)), _as_latex(_without_unit(reference)))
 
