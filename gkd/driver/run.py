@@ -19,10 +19,10 @@ from gkd.config import Config, Engine
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.loading import dump_yaml
-from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
+from gkd.config.output_files import BEST, CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
-from gkd.driver.checkpoints.resume import cut
+from gkd.driver.checkpoints.resume import cut, forget_best_after
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.inputs.find import Inputs, with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
@@ -139,6 +139,7 @@ def _forget_after(saved: SavedCheckpoint, output: Path, metrics: Path, samples: 
     """Forget what the run's files state of steps after a checkpoint, and of its end; returns the checkpoint's step."""
     cut(metrics, saved.state.last_logged_step)
     cut(samples, saved.state.step)
+    forget_best_after(output / BEST, saved.state.last_logged_step)
     for file in (output / SUMMARY, *output.glob("results/*.json")):
         file.unlink(missing_ok=True)  # of an end that is not the end any more
     return saved.state.step

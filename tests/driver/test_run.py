@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.doubts import doubts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.run import CPU_SPLIT, _print_pace, _restore, step_text
+from gkd.driver.run import CPU_SPLIT, _forget_after, _print_pace, _restore, step_text
 from gkd.driver.validation.best import BestModel
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.errors import ConfigError
@@ -168,3 +169,20 @@ def test_a_run_that_goes_on_is_told_of_a_figure_that_it_does_not_measure(tmp_pat
         with pytest.raises(ConfigError, match=r"=val/acuracy: .*val/accuracy, val/x"):
             restored(tmp_path, STATE, 9, log)
     restored(tmp_path, STATE, 9, {"best": BestModel("val/x", tmp_path)})
+
+
+@pytest.mark.parametrize(("step", "row", "stays"), [(40, None, True), (45, None, False), (40, {"x": 1.0}, False)])
+def test_a_best_student_of_steps_that_are_done_again_counts_no_more(
+    tmp_path: Path, step: int, row: dict[str, float] | None, stays: bool
+) -> None:
+    """What best.json states is in metrics.jsonl; its student stays until the next validation writes another."""
+    rows = [{"step": at, "val/accuracy": at / 100} for at in range(step + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "best.json").write_text(json.dumps({"metric": "val/accuracy", "value": step / 100, "step": step}))
+    (tmp_path / "best").mkdir()
+    state = RunState(step=40, row=row)
+    saved = SavedCheckpoint(tmp_path / "step_40", "end", state, {}, "", "float32", {}, {})
+    assert _forget_after(saved, tmp_path, tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl") == 40
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (tmp_path / "best.json").exists() == stays == (last["step"] == step) and (tmp_path / "best").is_dir()
+    assert BestModel("val/accuracy", tmp_path).value == (0.4 if stays else None)

@@ -150,6 +150,15 @@ def cut(file: Path, step: int) -> None:
     replace(file, b"".join(until_step))
 
 
+def forget_best_after(file: Path, step: int) -> None:
+    """Forget the best validation that ``file`` states if it is of a step after ``step``: its figure is cut as well.
+
+    Its student stays until the next validation, which writes one whatever its figure.
+    """
+    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["step"] > step:
+        file.unlink()
+
+
 def _is_of(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
