@@ -79,6 +79,11 @@ class EngineGroup:
         return self._fleet.members(ENGINES, *PRESENT)
 
     @property
+    def absent_engines(self) -> list[int]:
+        """The engines whose process is gone, those included that are being started again."""
+        return self._fleet.members(ENGINES, Health.DEAD, Health.RESTARTING, Health.RETIRED)
+
+    @property
     def suspect_engines(self) -> list[int]:
         """The engines that have done nothing for half of the time after which they hang."""
         return self._fleet.members(ENGINES, Health.SUSPECT)

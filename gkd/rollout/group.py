@@ -116,6 +116,7 @@ class RolloutGroup:
 
         Raises as :meth:`collect`; ``timeout_s`` is for what is waited here.
         """
+        self._sample_lost_again()
         deadline, left, began = time.monotonic() + timeout_s, deque(keys), False
         while left:
             there: list[TrainingSample] = []
@@ -167,6 +168,7 @@ class RolloutGroup:
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
+        self._sample_lost_again()
         self.engines.poll()
         self._hand_out()
         self._require()
@@ -213,19 +215,24 @@ class RolloutGroup:
         """Take an engine out that died, and begin to start it again. Raises ``failure`` when none is left or comes."""
         self.engines.drop(engine)
         self._dispatcher.remove(engine)
-        if self.engines.has_lost_node(engine):
-            self._sample_again(engine)
         then = self.engines.restart(engine, failure)
+        self._sample_lost_again()
         n = len(self.working_engines)
         others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
         log.warning("%s; %s; %s", failure, others, then, extra={"kind": "death"})
 
-    def _sample_again(self, engine: int) -> None:
-        """Request anew what an engine had finished and nobody has collected."""
-        for key in [key for key, sample in self._done.items() if sample.worker == engine]:
-            del self._done[key]
-            order, request = self._requests[key]
-            self._dispatcher.add([request], order)
+    def _sample_lost_again(self) -> None:
+        """Request anew what engines that died had finished and nobody has collected, where their nodes have left too.
+
+        A node may leave any time after its engine, until this is back.
+        """
+        for engine in self.engines.absent_engines:
+            lost = [key for key, sample in self._done.items() if sample.worker == engine]
+            if lost and self.engines.has_lost_node(engine):
+                for key in lost:
+                    del self._done[key]
+                    order, request = self._requests[key]
+                    self._dispatcher.add([request], order)
 
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""

@@ -310,9 +310,13 @@ def test_batches_are_requested_ahead_and_collected_one_by_one(engines: list[Grou
     ray.kill(gate)
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["that Ray knows to be gone", "that Ray still lists"])
+@pytest.mark.parametrize(
+    ("listed", "later"),
+    [(False, False), (True, False), (False, True)],
+    ids=["that Ray knows to be gone", "that Ray still lists", "a moment after the engine"],
+)
 def test_what_was_finished_on_a_node_that_left_is_sampled_again(
-    listed: bool, engines: list[Group], monkeypatch: pytest.MonkeyPatch
+    listed: bool, later: bool, engines: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it was collected; what had been finished elsewhere stays."""
     rollout = start(engines, 2)
@@ -324,12 +328,17 @@ def test_what_was_finished_on_a_node_that_left_is_sampled_again(
         rollout.attend()
     assert {sample.worker for sample in rollout._done.values()} == {0, 1}
     kept, leaves = rollout.group.reports
-    rollout.engines.group = replace(rollout.group, reports=(kept, replace(leaves, node_id="left")))
+    left_group = replace(rollout.group, reports=(kept, replace(leaves, node_id="left")))
+    if not later:
+        rollout.engines.group = left_group
     (collected,) = rollout.collect(keys[:1], timeout_s=1)
     elsewhere = {key: sample for key, sample in rollout._done.items() if sample.worker == 0}
     os.kill(leaves.pid, signal.SIGKILL)
     while rollout.present_engines == [0, 1]:
         rollout.attend()
+    if later:
+        assert len(rollout._done) == len(keys) - 1  # its node holds what it had finished
+        rollout.engines.group = left_group
     samples = rollout.collect(keys[1:], timeout_s=120)
     assert [sample.prompt_id for sample in (collected, *samples)] == list(range(8))
     assert {sample.worker for sample in samples} == {0}
