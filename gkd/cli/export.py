@@ -1,7 +1,8 @@
 """``gkd export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
 
 RUN is the run's output directory, OUT a directory that holds nothing yet. Without --step it is the newest checkpoint
-that is intact. An adapter is merged into the weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
+that is intact; a finished run's student, which may be of a later step, is in RUN/model. An adapter is merged into the
+weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
     saved = choose_checkpoint(options.run / "checkpoints", options.step)
     from gkd.driver.checkpoints.run_models import export
+    from gkd.observability.report import steps_done
 
     export(saved, out)
-    print(f"step {saved.state.step} of {options.run} is in {options.out}")
+    line, steps = f"step {saved.state.step} of {options.run} is in {options.out}", steps_done(options.run)
+    if options.step is None and steps is not None and steps > saved.state.step:
+        line += f"; the trained student, of step {steps}, is in {options.run / 'model'}"
+    print(line)
     return 0
 
 

@@ -106,6 +106,10 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_and_is_exported(
     assert export([str(run), "--step", "3", str(tmp_path / "other")]) == 2
     assert "--step 3: " in capfd.readouterr().err
     assert not (tmp_path / "other").exists()
+    (run / "summary.json").write_text('{"steps": 3}')
+    assert export([str(run), str(tmp_path / "newest")]) == 0
+    (line,) = capfd.readouterr().out.splitlines()  # what is newer and needs no export is named
+    assert line.startswith("step 2 ") and line.endswith(f" step 3, is in {run / 'model'}")
 
 
 def _the_same_model(model: Path, out: Path, *, adapter: bool) -> None:
