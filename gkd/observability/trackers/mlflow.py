@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from pydantic import Field
 
@@ -36,7 +37,8 @@ class MLflow(Tracker):
 
         from mlflow.tracking import MlflowClient
 
-        own = f"sqlite:///{run.output_dir / 'mlflow.db'}"
+        # Of "sqlite:///" MLflow would make a directory by the name that is quoted, besides the database.
+        own = f"sqlite+pysqlite:///{quote(str(run.output_dir / 'mlflow.db'))}"
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
         self._client: Any = MlflowClient(tracking_uri=uri)
         kept = run.output_dir / "mlflow_id"

@@ -75,6 +75,18 @@ def test_mlflow_keeps_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step_1.json"]
 
 
+@pytest.mark.parametrize("name", ["is?it", "a%20b", "a b#c&d=é"])
+def test_mlflow_keeps_a_run_where_it_is_whatever_its_directory_is_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed (pip install 'gkd[mlflow]')")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / name).mkdir()
+    write(load({"trainer": {"trackers": ["mlflow"]}}), tmp_path / name, ROWS)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert {"mlflow", "mlflow.db", "mlflow_id"} < {path.name for path in (tmp_path / name).iterdir()}
+
+
 def test_mlflow_takes_rewards_of_one_last_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
