@@ -297,16 +297,16 @@ def start_needed_servers_only() -> Iterator[None]:
 
 
 def _new_directory() -> str:
-    base = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
-    base = str(Path(base).absolute())
+    own = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else None)
+    variable, base = "RAY_TMPDIR" if own else "TMPDIR", str(Path(own or tempfile.gettempdir()).absolute())
     if len(base) > LONGEST_BASE:
-        raise ConfigError(f"RAY_TMPDIR={base}: at most {LONGEST_BASE} characters; Ray's sockets go below it")
+        raise ConfigError(f"{variable}={base}: at most {LONGEST_BASE} characters; Ray's sockets go below it")
     for path in reaper.clear(base, PREFIX):
         log.info("removed %s of a run that was killed", path)
     try:
         return tempfile.mkdtemp(prefix=PREFIX, dir=base)
     except OSError as error:
-        raise ConfigError(f"RAY_TMPDIR={base}: {reason(error)}") from None
+        raise ConfigError(f"{variable}={base}: {reason(error)}") from None
 
 
 def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[bytes] | None, keep_logs: bool) -> None:

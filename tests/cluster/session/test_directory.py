@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -28,3 +29,11 @@ def test_a_place_that_is_not_there_or_too_long_for_sockets_is_named(monkeypatch:
             _new_directory()
     finally:
         shutil.rmtree(base)
+
+
+def test_where_tmp_is_not_writable_the_variable_that_was_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", too_long := f"/{'x' * LONGEST_BASE}")  # as it is found by TMPDIR
+    with pytest.raises(ConfigError, match=rf"^TMPDIR={too_long}:"):
+        _new_directory()
