@@ -18,11 +18,12 @@ from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.observability.metrics import wilson_interval
 from gkd.observability.page import samples as chosen
-from gkd.observability.page.run import list_differences, read_intervals, read_spans, thin_out
+from gkd.observability.page.run import MAX_SPANS, list_differences, read_intervals, read_spans, thin_out
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.page.write import page, write_at_end
 from gkd.observability.report import Summary, show
 from gkd.observability.run_files import RunFiles
+from gkd.observability.timeline import Timeline
 from tests.error_text import contains_in_order
 from tests.observability.runs import NASTY, WARNING, lines, make_run, row, sample
 
@@ -116,6 +117,24 @@ def test_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
     (tmp_path / "timeline.json").write_text("{}")
     with pytest.raises(ConfigError, match="Chrome trace"):
         read_spans(tmp_path / "timeline.json")
+
+
+@pytest.mark.parametrize("n", [MAX_SPANS - 1, MAX_SPANS, MAX_SPANS + 1, 2 * MAX_SPANS])
+def test_the_newest_spans_of_a_trace_are_read_and_no_others_parsed(n: int, tmp_path: Path) -> None:
+    timeline, name = Timeline(tmp_path / "timeline.json", n_steps=2), '{"ph": "X"'
+    for step in (1, 2):
+        timeline._steps.append([])
+        for at in range(n * (step - 1) // 2, n * step // 2):
+            timeline._steps[-1].append(timeline._event(f"rollout {at % 3}", name, at, at + 1, step))
+    timeline.write()
+    spans = read_spans(tmp_path / "timeline.json")
+    assert [(span["lane"], span["name"], span["start"]) for span in spans] == [
+        (f"rollout {at % 3}", name, at) for at in range(n)
+    ][-MAX_SPANS:]
+    text = (tmp_path / "timeline.json").read_text()
+    (tmp_path / "timeline.json").write_text(text.replace('"ts": 0', '"ts": ?', 1))
+    if n > MAX_SPANS:
+        assert read_spans(tmp_path / "timeline.json") == spans
 
 
 @pytest.mark.parametrize(
