@@ -16,7 +16,6 @@ from gkd.cluster.health.restarts import RestartPolicy, Restarts, return_text
 from gkd.cluster.session.port import listens
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
 from gkd.cluster.workers.group import Group, PendingCall
-from gkd.errors import RunFailed
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import ExpectedReplica, ScorerWatch
@@ -66,6 +65,9 @@ class EngineGroup:
     def _serve(self, engine: int) -> None:
         """Have an engine's worker run it; what that raises comes out of the stream."""
         self.group.select([engine]).submit("serve")
+        self._stream(engine)
+
+    def _stream(self, engine: int) -> None:
         self._streams[engine] = SampleStream(self.group.stream(engine, "stream_samples"))
 
     @property
@@ -144,8 +146,9 @@ class EngineGroup:
         """Return samples that an engine has finished."""
         try:
             return self._streams[engine].take()
-        except StopIteration:
-            raise RunFailed(f"{self.group.reports[engine]} stopped sampling by itself") from None
+        except StopIteration:  # a stream ends after so many items
+            self._stream(engine)
+            return []
         except RayError as error:
             raise self.group.explain(engine, error) from error
 

@@ -14,6 +14,8 @@ from gkd.types import GenerationNotice, SampleRequest, ScoredSample, TrainingSam
 
 GATHER_S = 0.05
 """Scored samples wait so long for others, so that the driver gets few messages."""
+MOST_BATCHES = 1_000
+"""Of one stream: Ray keeps some bytes of every item of a generator until that has ended."""
 SampleAndArrays: TypeAlias = tuple[TrainingSample, ScoredSample]
 
 
@@ -46,11 +48,12 @@ class OutputQueue:
     def batches(self) -> Iterator[list[ScoredSample] | list[TrainingSample | GenerationNotice]]:
         """Yield scored samples as they come, several at a time: a list of their arrays, then their numbers.
 
+        Ends after :data:`MOST_BATCHES`; what follows is yielded by the next call.
         Being streamed, they belong to the driver, not to this process: they outlive it. Samples that are generated and
         not scored yet are among the latter where the driver may have others for their slots, or waits for the engine to
         have sampled all. Raises what was put to end this.
         """
-        while True:
+        for _ in range(MOST_BATCHES):
             batch = self.gather()
             arrays = ScoredSamples()
             samples: list[TrainingSample | GenerationNotice] = []

@@ -346,6 +346,19 @@ def test_what_was_finished_on_a_node_that_left_is_sampled_again(
     assert not rollout._done and not rollout._requests
 
 
+def test_a_stream_ends_after_so_many_messages_and_the_next_goes_on_with_what_follows(engines: list[Group]) -> None:
+    """What Ray keeps of every item of a stream goes with it."""
+    group = built(engines, range(2))
+    group.control("send_at_most", 1, timeout_s=30)
+    rollout = RolloutGroup(group, settings())
+    first = dict(rollout.engines._streams)
+    for _ in range(3):
+        samples = rollout.collect(rollout.submit(make_requests(8)), timeout_s=120)
+        assert [sample.prompt_id for sample in samples] == list(range(8))
+        assert {sample.worker for sample in samples} == {0, 1} and len(rollout.fetch(samples)) == 8
+    assert all(rollout.engines._streams[engine].items is not stream.items for engine, stream in first.items())
+
+
 def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
     """Their arrays are here and they are not, as between nodes: the stream is late, and goes on when they have come."""
     gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()

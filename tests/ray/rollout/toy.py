@@ -13,7 +13,7 @@ import numpy as np
 from gkd.config import Config
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.rollout import pipeline
+from gkd.rollout import output_queue, pipeline
 from gkd.rollout import worker as rollout_worker
 from gkd.types import Sample, SampleRequest
 
@@ -72,6 +72,9 @@ class ToyRollout(rollout_worker.RolloutWorker):
 
     def load(self, version: int) -> None:
         self.loop.call(lambda: self.sampler.release(version), "load")
+
+    def send_at_most(self, n: int) -> None:
+        output_queue.MOST_BATCHES = n
 
     def get_stuck(self) -> None:
         self.engine.stuck = True
