@@ -109,7 +109,7 @@ def stage_metrics(requested_s: float, samples: Iterable[TrainingSample]) -> dict
     """Return timing_s/{generate,score} of a batch requested at ``requested_s`` (``time.time``).
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
-    sampling). The request is by the driver's clock and the end by an engine's: as exact as those of two machines agree.
+    sampling). Times are by the driver's clock (:meth:`gkd.observability.timeline.Timeline.correct_times`).
     """
     samples = list(samples)
     generated = max(sample.generated_s for sample in samples)

@@ -7,6 +7,7 @@ nothing waits in each of them for the group that the stage belongs to, see :data
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -150,9 +151,24 @@ class Timeline:
         node, clock, width = report.worker.node, report.contents["clock"], report.received - report.sent
         if node not in self._clocks or width < self._clocks[node][0]:
             self._clocks[node] = (width, max(0.0, clock - report.received) - max(0.0, report.sent - clock))
-        ahead = self._clocks[node][1]
+        ahead = self._seconds_ahead(node)
         spans = (ActivitySpan(*span) for span in report.contents["spans"])
         return [span._replace(start=span.start - ahead, end=span.end - ahead) for span in spans]
+
+    def _seconds_ahead(self, node: str) -> float:
+        """Return how far a node's clock is ahead of the driver's, by the steps so far."""
+        return self._clocks.get(node, (0.0, 0.0))[1]
+
+    def correct_times(self, samples: list[TrainingSample], nodes: Sequence[str]) -> list[TrainingSample]:
+        """Return samples of engines on these ``nodes``, by their numbers, with their times by the driver's clock."""
+        ahead = [self._seconds_ahead(node) for node in nodes]
+        if not any(ahead):
+            return samples
+        times = [(its.generated_s - ahead[its.worker], its.scored_s - ahead[its.worker]) for its in samples]
+        return [
+            dataclasses.replace(sample, generated_s=generated, scored_s=scored)
+            for sample, (generated, scored) in zip(samples, times, strict=True)
+        ]
 
     def summary(self) -> str:
         """Return in one line who set the pace, and how long workers of each group waited in a step.

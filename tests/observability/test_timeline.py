@@ -14,9 +14,11 @@ import pytest
 
 from gkd.cluster.workers.activity import Activity, ActivitySpan, record_activity
 from gkd.cluster.workers.group import WorkerReport
+from gkd.observability.metrics import stage_metrics
 from gkd.observability.page.run import read_spans
 from gkd.observability.timeline import StepStages, Timeline
 from tests.error_text import contains_in_order
+from tests.samples import training_sample
 from tests.weights.reports import report
 
 STAGES = StepStages(start=100.0, generated=104.0, scored=105.0, updated=109.0, end=110.0)
@@ -141,6 +143,17 @@ def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:
     )
     assert row["perf/busy/actor"] == pytest.approx(0.4)
     assert row["perf/waits_for/actor"] == pytest.approx(0.1)  # 105 to 109 are the update's; the push is waited for
+
+
+def test_times_of_samples_are_by_the_drivers_clock_where_it_is_known(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "t.json", 1)
+    samples = [replace(training_sample(i), worker=i, generated_s=110.0 + i, scored_s=112.0 + i) for i in range(3)]
+    assert timeline.correct_times(samples, ["near", "far", "new"]) == samples
+    timeline.add(1, STAGES, [reported("rollout", 0), reported("rollout", 1, clock=120.5, node="far")])
+    near, far, new = timeline.correct_times(samples, ["near", "far", "new"])
+    assert (near, new) == (samples[0], samples[2])
+    assert far == replace(samples[1], generated_s=101.5, scored_s=103.5)
+    assert stage_metrics(100.0, [far]) == {"timing_s/generate": 1.5, "timing_s/score": 2.0}
 
 
 def test_what_is_recorded_of_a_call_has_the_version_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
         parts.actor.beside = partial(_log_samples, log, step, collected.batch)
         batch, row = _add_advantages(config, log, collected, step)
         row |= at.validation() if validates else {}
+        if parts.answers is None:
+            batch = log.timeline.correct_times(batch, [report.node for report in parts.rollout.group.reports])
         require_fresh(config, batch, parts.actor.version)
         row |= measured.batch_metrics(batch, parts.actor.version) | measured.stage_metrics(collected.requested_s, batch)
         ahead = batches.prompts_ahead(step)

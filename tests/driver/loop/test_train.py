@@ -67,6 +67,7 @@ class Played:
     """Samples of which the actor holds so many at a time."""
     behind: int = 0  # updates, that samples are
     beside: Callable[[], None] | None = None
+    group: Any = field(default_factory=lambda: SimpleNamespace(reports=()))
     arrays: list[weakref.ref[Arrays]] = field(default_factory=list)
     held_at_push: list[int] = field(default_factory=list)
 

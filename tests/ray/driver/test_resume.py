@@ -60,6 +60,7 @@ class World:
     served: int = 0
     staleness: int = 0
     meanwhile: Any = None
+    group: Any = field(default_factory=lambda: SimpleNamespace(reports=()))
 
     @property
     def config(self) -> Config:
