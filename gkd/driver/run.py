@@ -105,16 +105,15 @@ def _drive(
         progress.show_status("loading models")
         system = start(config, inputs, placement)
         system.parts.rollout.queue_file = QueueFile(output / ENGINES)
-        files = output / METRICS, output / SAMPLES
-        first = 0 if saved is None else _forget_after(saved, output, *files)
-        with MetricsLog(files[0], trackers, events, on_step) as metrics, JsonLines(files[1]) as sampled:
+        first = 0 if saved is None else _forget_after(saved, output)
+        with MetricsLog(output / METRICS, trackers, events, on_step) as metrics, JsonLines(output / SAMPLES) as sampled:
             samples = SampleLog(sampled, config, inputs.tokenizer, trackers)
             checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
             external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
             scorer = "teacher" if external else "rewards"
             timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first, scorer)
-            stop = EarlyStop(config.trainer.stop_early, files[0])
+            stop = EarlyStop(config.trainer.stop_early, output / METRICS)
             run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best, stop)
             try:
                 state, end = _train_and_save(config, system.parts, run_log, saved, output / "model")
@@ -135,10 +134,10 @@ def _drive(
     return summary, checkpoints
 
 
-def _forget_after(saved: SavedCheckpoint, output: Path, metrics: Path, samples: Path) -> int:
+def _forget_after(saved: SavedCheckpoint, output: Path) -> int:
     """Forget what the run's files state of steps after a checkpoint, and of its end; returns the checkpoint's step."""
-    cut(metrics, saved.state.last_logged_step)
-    cut(samples, saved.state.step)
+    cut(output / METRICS, saved.state.last_logged_step)
+    cut(output / SAMPLES, saved.state.step)
     forget_best_after(output / BEST, saved.state.last_logged_step)
     for file in (output / SUMMARY, *output.glob("results/*.json")):
         file.unlink(missing_ok=True)  # of an end that is not the end any more

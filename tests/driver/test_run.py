@@ -182,7 +182,7 @@ def test_a_best_student_of_steps_that_are_done_again_counts_no_more(
     (tmp_path / "best").mkdir()
     state = RunState(step=40, row=row)
     saved = SavedCheckpoint(tmp_path / "step_40", "end", state, {}, "", "float32", {}, {})
-    assert _forget_after(saved, tmp_path, tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl") == 40
+    assert _forget_after(saved, tmp_path) == 40
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (tmp_path / "best.json").exists() == stays == (last["step"] == step) and (tmp_path / "best").is_dir()
     assert BestModel("val/accuracy", tmp_path).value == (0.4 if stays else None)

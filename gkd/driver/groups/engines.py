@@ -39,7 +39,7 @@ class RolloutEngines:
 
     def build(self) -> list[PendingCall]:
         """Start building all of them."""
-        arguments = [self._arguments(engine, self.engines.leaders) for engine in range(len(self.engines.leaders))]
+        arguments = [self._arguments(engine) for engine in range(len(self.engines.leaders))]
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
 
     def make_restart_policy(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> RestartPolicy:
@@ -52,25 +52,22 @@ class RolloutEngines:
 
         def start(engine: int) -> Group:
             worker = self.engines.start_again(self.placement, engine)
-            config, spec = self._arguments(engine, self.engines.leaders)
+            config, spec = self._arguments(engine)
             if worker.reports[0].gpu_uuids == self.engines.leaders.reports[engine].gpu_uuids:
                 spec = replace(spec, cache_bytes=caches[engine])
-            built_of = (config, spec, None)
-            gather([worker.submit_build(WORKER, [built_of], environment=self._environment)], limit)
+            gather([worker.submit_build(WORKER, [(config, spec, None)], environment=self._environment)], limit)
             absent = [expected.name for expected in scorers.absent_replicas()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
             worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker
 
-        cluster, obstacle = (
-            self.config.cluster,
-            find_restart_obstacle(self.engines, self.config.cluster.offload is True),
-        )
+        cluster = self.config.cluster
+        obstacle = find_restart_obstacle(self.engines, cluster.offload is True)
         within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
         return RestartPolicy(cluster.worker_restarts, start, self.placement.session.threads, obstacle, within_s)
 
-    def _arguments(self, engine: int, group: Group) -> tuple[Config, EngineSpec]:
-        inputs, device = self.inputs, group.reports[engine].device
+    def _arguments(self, engine: int) -> tuple[Config, EngineSpec]:
+        inputs, device = self.inputs, self.engines.leaders.reports[engine].device
         spec = EngineSpec.for_rollout(self.config, inputs.student, inputs.model, inputs.max_length, engine, device)
         return self.config, spec
 
