@@ -9,6 +9,9 @@ is killed, and then ends what is left and removes the directory; a driver that l
 as well, the next run does both (:func:`clear`): the driver holds a lock on its directory. While it waits it writes down
 the shared memory that processes of the directory have mapped: once they are killed nothing else states whose it was. It
 imports only a little of the standard library, so that it costs nothing while it waits.
+
+``python reaper.py PID`` waits for a worker of a cluster's Ray, of which no directory is the run's own, and removes the
+shared memory of it and its children.
 """
 
 import contextlib
@@ -28,7 +31,8 @@ GRACE_S = 2.0  # Ray's own way of ending goes first, so that workers can end the
 GIVE_UP_S = 20.0
 REMOVE_S = 2.0
 NEW_S = 60.0
-SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_", "/dev/shm/nccl-")  # as multiprocessing and NCCL name them
+SHARED = ("/dev/shm/sem.mp-", "/dev/shm/psm_", "/dev/shm/nccl-", "/dev/shm/vllm_dist_")
+"""As multiprocessing, NCCL, and vLLM on CPUs name them."""
 RECORD = "shared-memory"  # a file in a directory, with what its processes have mapped: number and name, line by line
 RECORD_EVERY_S = 0.5
 KEPT = "kept"  # a file in a directory whose logs a message has named
@@ -118,15 +122,16 @@ def record(directory: str, looked: dict[int, int]) -> None:
 
     ``looked``: how often each file's owner was looked for; it is twice, as one may be mapped just after it is made.
     """
-    new = {number for number in shared_files() if looked.get(number, 0) < 2}
-    if not new:
-        return
-    for number in new:
-        looked[number] = looked.get(number, 0) + 1
-    lines = "".join(f"{number} {name}\n" for number, name in shared_memory(processes_of(directory)) if number in new)
+    lines = "".join(f"{number} {name}\n" for number, name in _new_memory(lambda: processes_of(directory), looked))
     if lines:
         with contextlib.suppress(OSError), (Path(directory) / RECORD).open("a") as file:  # the disk may be full
             file.write(lines)
+
+
+def _new_memory(find: Callable[[], list[int]], looked: dict[int, int]) -> frozenset[tuple[int, str]]:
+    new = {number for number in shared_files() if looked.get(number, 0) < 2}
+    looked.update((number, looked.get(number, 0) + 1) for number in new)
+    return frozenset(pair for pair in shared_memory(find()) if pair[0] in new) if new else frozenset()
 
 
 def read_record(directory: str) -> frozenset[tuple[int, str]]:
@@ -222,7 +227,56 @@ def dismiss(watchdog: "subprocess.Popen[bytes]") -> None:
         watchdog.kill()
 
 
+def watch_family() -> None:
+    """Start a process that removes what this one and its children share by name, should they be killed together.
+
+    It is not one of these children itself, which Ray kills with a worker.
+    """
+    starting = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    starting.wait()  # its own child goes on
+    _watched.append(starting)
+
+
+_watched: "list[subprocess.Popen[bytes]]" = []  # whose standard input is open for as long as this process lives
+
+
+def _outlive(pid: int) -> None:
+    """Wait until process ``pid``, which holds standard input open, is gone; remove what its family shared."""
+    if os.fork():
+        os._exit(0)
+    looked: dict[int, int] = {}
+    names = frozenset[tuple[int, str]]()
+    while not select.select([sys.stdin], [], [], RECORD_EVERY_S)[0]:
+        names |= _new_memory(lambda: _family(pid), looked)
+    deadline = time.monotonic() + GIVE_UP_S
+    while names and time.monotonic() < deadline:  # its children may end later
+        remove_shared_memory(names)
+        names &= frozenset(shared_files().items())
+        time.sleep(0.05)
+
+
+def _family(pid: int) -> list[int]:
+    """Return process ``pid`` with its children, theirs, and so on."""
+    parents: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            parents[int(file.parent.name)] = int(file.read_bytes().rpartition(b")")[2].split()[1])
+    pids = [pid]
+    for parent in pids:
+        pids += [child for child, its in parents.items() if its == parent]
+    return pids
+
+
 if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        _outlive(int(sys.argv[1]))
+        sys.exit()
     seen: dict[int, int] = {}
     while not select.select([sys.stdin], [], [], RECORD_EVERY_S)[0]:
         record(sys.argv[1], seen)

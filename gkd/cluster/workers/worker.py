@@ -99,6 +99,7 @@ class Worker:
         ``on_several_nodes``: the engine has parts elsewhere, which reach this one at the node's address.
         """
         self._require_unbuilt("set_visible_devices")
+        reaper.watch_family()  # of the processes that the engine's other GPUs get
         os.environ[VISIBLE] = ",".join(devices)
         if on_several_nodes:
             os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())

@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
+from gkd.cluster.session import reaper
 from gkd.cluster.session.connect import connect
 from gkd.cluster.workers.failure import WorkerDied, explain
 from gkd.cluster.workers.group import gather, kill_worker
@@ -156,6 +158,30 @@ os._exit(0)
     assert name.exists() and len(children) == 2  # the other tracks what is shared, until it is killed as well
     process.communicate("\n", timeout=60)
     assert not name.exists() and not any(map(alive, children))
+
+
+def test_what_processes_share_is_removed_when_all_of_them_are_killed_at_once():
+    """As Ray does with the workers of a driver that was killed: none of them has time for it."""
+    program = """
+import os, sys, time
+from multiprocessing import shared_memory
+from gkd.cluster.session.reaper import watch_family
+watch_family()
+memory = shared_memory.SharedMemory(create=True, size=8)
+if os.fork() == 0:
+    children = shared_memory.SharedMemory(create=True, size=8)
+    print("/dev/shm/" + memory.name, "/dev/shm/" + children.name, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    names = [Path(name) for name in process.stdout.readline().split()]
+    family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)] + [process.pid]
+    time.sleep(6 * reaper.RECORD_EVERY_S)
+    assert len(names) == 2 and all(name.exists() for name in names)
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert eventually(lambda: not any(name.exists() for name in names))
 
 
 def test_a_worker_is_killed_with_its_children_and_nobody_else_is():
