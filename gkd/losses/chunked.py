@@ -130,3 +130,15 @@ def _keep(kept: Values, values: Values, start: int, n: int) -> None:
         if name not in kept:
             kept[name] = value.detach().new_empty(n)
         kept[name][start : start + len(value)] = value.detach()
+
+
+def require_values(values: Any, n: int, source: Tensor, setting: str) -> None:
+    """Raise ValueError unless what a class gives is of each of ``n`` positions, and differentiable where ``source`` is.
+
+    ``setting``: what names the class, which may be a user's own.
+    """
+    if not isinstance(values, Tensor) or values.shape != (n,):
+        given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{setting} gives {given}: expected [{n}]")
+    if torch.is_grad_enabled() and source.requires_grad and not values.requires_grad:
+        raise ValueError(f"{setting} gives values without a gradient: the student's log-probabilities are detached")

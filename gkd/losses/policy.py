@@ -8,7 +8,7 @@ from torch import Tensor
 from gkd.config import Algorithm, Rollout
 from gkd.losses import MIN_LOGPROB
 from gkd.losses import policy_gradient as pg
-from gkd.losses.chunked import Values
+from gkd.losses.chunked import Values, require_values
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
 from gkd.losses.outcomes import outcomes
@@ -84,6 +84,10 @@ def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights:
     else:
         ratio = pg.ratio_of(kind.log(log_q, old, micro.bounds))
     values, clipped = surrogate(log_q, ratio, advantages), surrogate.clips(ratio.detach())
+    require_values(values, len(log_q), log_q, f"algorithm.policy.surrogate={algorithm.policy.surrogate}")
+    require_values(
+        clipped, len(log_q), ratio.detach(), f"algorithm.policy.surrogate={algorithm.policy.surrogate}: clips"
+    )
     factors = weights.importance_weights
     limit = algorithm.policy.sequence_mask_kl
     if limit is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gkd.config import Loss
+from gkd.losses.chunked import require_values
 from gkd.losses.divergence import Divergence, kl, sampled_log_ratio
 from gkd.losses.outcomes import outcomes
 from gkd.losses.targets import PositionTargets
@@ -69,8 +70,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
     else:
         comparison = _compare(logits, targets, loss.temperature)
         value = divergence(*comparison.select_logprobs(loss.tail))
-    if value.shape != targets.token_ids.shape:
-        raise ValueError(f"algorithm.loss.name={loss.name} gives {tuple(value.shape)}: expected [{len(targets)}]")
+    require_values(value, len(targets), logits, f"algorithm.loss.name={loss.name}")
     with torch.no_grad():
         token_log_q = _pick(logits, targets.token_ids) / loss.temperature - comparison.highest - comparison.log_sum
         forward = teacher_mass = student_mass = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,28 @@ from gkd.types import ScoredSample
 from tests.actor import models
 
 LIMIT = 12
+WRONG_SURROGATES = """
+from gkd.losses.surrogate import Surrogate
+
+class Reinforce(Surrogate):
+    by_token = True
+    def __call__(self, log_q, ratio, advantages):
+        return -advantages * log_q
+    def clips(self, ratio):
+        return ratio > 1e9
+
+class Averaged(Reinforce):
+    def __call__(self, log_q, ratio, advantages):
+        return -(advantages * log_q).mean()
+
+class Detached(Reinforce):
+    def __call__(self, log_q, ratio, advantages):
+        return -advantages * log_q.detach()
+
+class ClipsNothing(Reinforce):
+    def clips(self, ratio):
+        return None
+"""
 
 
 def a_batch(
@@ -214,3 +237,15 @@ def test_the_mask_of_far_sequences_looks_at_what_the_engine_said() -> None:
     assert slope[a:b].abs().max() == 0 < slope[:a].abs().max()
     micro.advantages[a:b] = 1.0  # good ones stay
     assert loss_and_slope(micro, logits, **how)[1][a:b].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("Averaged", r"\(\)"), ("Detached", "a gradient"), ("ClipsNothing", "clips gives NoneType")]
+)
+def test_a_surrogate_that_is_not_one_value_a_token_is_named(name: str, message: str, tmp_path: Path) -> None:
+    """One number for all tokens would count for each."""
+    (tmp_path / "surrogates.py").write_text(WRONG_SURROGATES)
+    micro, logits = a_batch()
+    loss_and_slope(micro, logits, name="grpo", policy={"surrogate": f"{tmp_path}/surrogates.py:Reinforce"})
+    with pytest.raises(ValueError, match=rf"algorithm.policy.surrogate=.*:{name}.* {message}"):
+        loss_and_slope(micro, logits, name="grpo", policy={"surrogate": f"{tmp_path}/surrogates.py:{name}"})

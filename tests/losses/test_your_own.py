@@ -45,6 +45,14 @@ from gkd.losses.divergence import Divergence
 class Summed(Divergence):
     def __call__(self, log_p, log_q):
         return (log_p - log_q).sum()
+
+class Detached(Divergence):
+    def __call__(self, log_p, log_q):
+        return (log_p - log_q.detach()).sum(-1)
+
+class Nothing(Divergence):
+    def __call__(self, log_p, log_q):
+        (log_p - log_q).sum(-1)
 """
 
 Run = Callable[..., Config]
@@ -141,6 +149,15 @@ def test_a_loss_that_is_not_one_value_a_position_is_named(run: Run) -> None:
     loss = run("algorithm.loss.name=wrong.py:Summed").algorithm.loss
     with pytest.raises(ValueError, match=r"algorithm.loss.name=.*wrong.py:Summed gives \(\): expected \[3\]"):
         position_losses(torch.zeros(N, V), targets(torch.zeros(N, V), V), loss)
+
+
+@pytest.mark.parametrize(("name", "message"), [("Detached", "a gradient"), ("Nothing", "NoneType")])
+def test_a_loss_that_teaches_nothing_is_named(run: Run, name: str, message: str) -> None:
+    """Beside another loss it would be left out of the gradient without a word."""
+    loss = run(f"algorithm.loss.name=wrong.py:{name}").algorithm.loss
+    logits = torch.zeros(N, V, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"algorithm.loss.name=.*wrong.py:{name} .*{message}"):
+        position_losses(logits, targets(torch.zeros(N, V), V), loss)
 
 
 def test_settings_of_built_in_classes_say_whose_they_are() -> None:
