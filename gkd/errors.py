@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
@@ -74,6 +75,11 @@ def describe_place(trace: str) -> str:
         if not file.startswith(installed) and "-packages/" not in file
     ]
     return places[-1] if places else ""
+
+
+def describe_raised(error: BaseException) -> str:
+    """Return an error that may be of a user's own code in one line, with the place there."""
+    return describe_error(error) + describe_place("".join(traceback.format_tb(error.__traceback__)))
 
 
 class SignalExit(SystemExit):

@@ -16,14 +16,13 @@ import socket
 import struct
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from gkd.config import Reward
-from gkd.errors import describe_error, describe_place
+from gkd.errors import describe_error, describe_raised
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import DOES_NOT_APPLY, Completion, RewardCallable
 
@@ -170,9 +169,10 @@ def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
         of_groups = reward.group_functions()
         functions |= {name: resolve(name, reward) for name in reward.functions_scored_by(None)}
     except BaseException as error:
-        connection.send_bytes(json.dumps(describe_error(error)).encode())
+        connection.send_bytes(json.dumps(describe_raised(error)).encode())
         return
     connection.send_bytes(b'""')
+    process = os.getpid()
     with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
         while True:
             try:
@@ -183,6 +183,8 @@ def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
                 answers = runner.run(_gather_answers(functions[name], groups, timeout_s, name in of_groups))
             else:  # outside of the loop, as the function may run one of its own
                 answers = [_evaluate(functions[name], group, name in of_groups) for group in groups]
+            if os.getpid() != process:  # a copy that the function made of this one, and whose answer nobody awaits
+                os._exit(0)
             connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
 
 
@@ -192,7 +194,7 @@ def _evaluate(function: RewardCallable, group: CompletionGroup, whole: bool) -> 
     try:
         return _time_rewards(function(group if whole else group[0]), len(group), whole, started)
     except BaseException as error:  # a user's function may raise anything, SystemExit included
-        return [_describe_raised(error)] * len(group)
+        return [describe_raised(error)] * len(group)
 
 
 async def _gather_answers(
@@ -207,7 +209,7 @@ async def _gather_answers(
                 result = await function(group if whole else group[0])  # type: ignore[misc]
             return _time_rewards(result, len(group), whole, started)
         except BaseException as error:
-            return [_describe_delay(timeout_s) if limit.expired() else _describe_raised(error)] * len(group)
+            return [_describe_delay(timeout_s) if limit.expired() else describe_raised(error)] * len(group)
 
     return await asyncio.gather(*map(ask, groups))
 
@@ -230,10 +232,6 @@ def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Time
         except (TypeError, ValueError) as error:
             rewards.append(describe_error(error))
     return rewards
-
-
-def _describe_raised(error: BaseException) -> str:
-    return describe_error(error) + describe_place("".join(traceback.format_tb(error.__traceback__)))
 
 
 def _describe_delay(timeout_s: float) -> str:

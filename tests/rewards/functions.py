@@ -42,6 +42,22 @@ def not_a_number(completion: Completion) -> float:
     return float("nan")
 
 
+def forks(completion: Completion) -> float:
+    return 0.5 if os.fork() else 1.0
+
+
+def takes_nothing() -> float:
+    return 1.0
+
+
+class TakesSettings:
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+    def __call__(self, completion: Completion) -> float:
+        return 1.0
+
+
 class Unpicklable(Exception):
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} and {other}")

@@ -65,6 +65,16 @@ def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
         pool.close()
 
 
+def test_a_copy_of_the_process_that_a_reward_makes_answers_for_no_other_sample() -> None:
+    name = f"{MODULE}:forks"
+    pool = RewardPool(Reward(functions=[name], timeout_s=30.0, workers=1))
+    futures = [pool.submit(make_completion("a", n=n))[name] for n in range(1, 7)]
+    try:
+        assert [future.result(60)[0] for future in futures] == [0.5] * 6
+    finally:
+        pool.close()
+
+
 def test_what_waits_for_a_pool_that_is_closed_fails() -> None:
     name = f"{MODULE}:hangs"
     pool = RewardPool(Reward(functions=[name], timeout_s=600.0, workers=1))
