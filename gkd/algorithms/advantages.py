@@ -33,10 +33,12 @@ class AdvantageEstimator(ABC):
     """
 
     def __init_subclass__(cls) -> None:
-        """Note whether a class overrides :meth:`__call__` without stating what it needs."""
+        """Note whether a class overrides :meth:`__call__`, which then needs no :meth:`compute_advantages`."""
         owner = next(base for base in cls.__mro__ if vars(base).keys() & {"needs_batch", "__call__"})
         if "needs_batch" not in vars(owner):
             cls.needs_batch = True
+        if cls.__call__ is not AdvantageEstimator.__call__ and cls.compute_advantages is _ABSTRACT:
+            cls.compute_advantages = _compute_no_group  # type: ignore[method-assign]
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -56,8 +58,19 @@ class AdvantageEstimator(ABC):
         for label in np.unique(labels):
             rewarded = (labels == label) & ~np.isnan(values)
             if rewarded.any():
-                advantages[rewarded] = self.compute_advantages(values[rewarded])
+                own = np.asarray(self.compute_advantages(values[rewarded]), np.float64)
+                if own.shape != (rewarded.sum(),):  # a single number would be given to all
+                    raise ValueError(f"compute_advantages gives {own.shape}: expected [{rewarded.sum()}]")
+                advantages[rewarded] = own
         return advantages
+
+
+_ABSTRACT = AdvantageEstimator.compute_advantages
+
+
+def _compute_no_group(self: AdvantageEstimator, rewards: Float64) -> Float64:
+    """Stand for :meth:`AdvantageEstimator.compute_advantages` in a class that overrides ``__call__`` alone."""
+    raise NotImplementedError(f"{type(self).__name__} looks at all groups at once")
 
 
 def groups_that_differ(rewards: Sequence[float], groups: Sequence[int]) -> set[int]:

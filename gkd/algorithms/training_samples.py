@@ -11,7 +11,7 @@ import numpy as np
 
 from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
 from gkd.config import Config, Reward
-from gkd.errors import RunFailed, describe_error
+from gkd.errors import RunFailed, describe_raised
 from gkd.types import TrainingSample
 
 log = logging.getLogger("gkd")
@@ -117,7 +117,7 @@ def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Floa
         estimator: AdvantageEstimator = config.algorithm.advantage.build()
         advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
     except Exception as error:  # it may be the user's
-        raise RunFailed(f"algorithm.advantage.name={name}: {describe_error(error)}") from error
+        raise RunFailed(f"algorithm.advantage.name={name}: {describe_raised(error)}") from error
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise RunFailed(
             f"algorithm.advantage.name={name} gave {advantages.shape} advantages, "

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
 from gkd.config.registry import Registry, settings_class, shorten_name
-from gkd.errors import describe_error, one_line
+from gkd.errors import describe_raised, one_line
 
 OWN = "own_setting"
 """Type of the error of a setting that a named class does not take; ``ctx`` has its key within the section and why."""
@@ -84,7 +84,7 @@ class OpenSettings(Settings):
             try:
                 complete = kind.model_validate(values).model_dump(mode="json")
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
-                raise ValueError(f"{owner.__name__}.Config: {describe_error(error)}") from None
+                raise ValueError(f"{owner.__name__}.Config: {describe_raised(error)}") from None
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))

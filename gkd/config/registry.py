@@ -6,11 +6,12 @@ check names and settings without loading torch or vLLM. The modules of entries i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from gkd.config.base import user_path
 from gkd.config.hints import suggest
-from gkd.errors import ConfigError, describe_error
+from gkd.errors import ConfigError, describe_raised
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,35 @@ class Registry:
         if config is not None and not hasattr(config, "model_fields"):
             raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
         if self.base is not None:
-            base = _attribute(self.base)
-            if not (isinstance(own, base) or (isinstance(own, type) and issubclass(own, base))):
-                raise ConfigError(
-                    f"{self.setting}={name}: it is no {self.base.replace(':', '.')}, which it must extend"
-                )
-            if lacking := sorted(getattr(own, "__abstractmethods__", ())):
-                raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
+            self._require_base(name, own, self.base)
         return own
+
+    def _require_base(self, name: str, own: Any, required: str) -> None:
+        """Raise ConfigError for what is not of the class ``required``, or has not the methods that are called of it."""
+        base, is_class = _attribute(required), isinstance(own, type)
+        if not (issubclass(own, base) if is_class else isinstance(own, base)):
+            raise ConfigError(f"{self.setting}={name}: it is no {required.replace(':', '.')}, which it must extend")
+        if self.entries and is_class != isinstance(_attribute(next(iter(self.entries.values()))), type):
+            what = "a class, where one of its objects" if is_class else "an object, where its class"
+            raise ConfigError(f"{self.setting}={name}: it is {what} is expected")
+        if lacking := sorted(getattr(own, "__abstractmethods__", ())):
+            raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
+        for method in sorted(getattr(base, "__abstractmethods__", ())):
+            names = list(inspect.signature(getattr(base, method)).parameters)
+            bound = isinstance(inspect.getattr_static(own, method), staticmethod | classmethod)
+            if why := why_not_callable(getattr(own, method), len(names) - bound):
+                raise ConfigError(f"{self.setting}={name}: its {method} is called with {', '.join(names[1:])}: {why}")
+
+
+def why_not_callable(function: Any, n: int) -> str | None:
+    """Return why a function cannot be called with ``n`` arguments, by their places; None where it can."""
+    try:
+        inspect.signature(function).bind(*range(n))
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a builtin, which states nothing
+        return None
+    return None
 
 
 def settings_class(kind: Any) -> Any:
@@ -114,12 +136,11 @@ def _load_own(setting: str, name: str) -> Any:
     if file is not None and not file.is_file():
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
     try:
-        imported = importlib.import_module(module) if file is None else _module(file)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what a program prints
+            imported = importlib.import_module(module) if file is None else _module(file)
         own = getattr(imported, attribute, None)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
-        where = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-        line = f" (line {where[-1]})" if where else ""
-        raise ConfigError(f"{setting}: {name} cannot be imported: {describe_error(error)}{line}") from None
+        raise ConfigError(f"{setting}: {name} cannot be imported: {describe_raised(error)}") from None
     if own is None:
         there = [key for key, value in vars(imported).items() if not isinstance(value, ModuleType)]
         raise ConfigError(f"{setting}: {name}: {file or module} has no {attribute}{suggest(attribute, there)}")

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, create_mo
 
 from gkd.config.base import Settings
 from gkd.config.open import OpenSections
-from gkd.config.registry import EntryNames, Registry, make_absolute, shorten_name
+from gkd.config.registry import EntryNames, Registry, make_absolute, settings_class, shorten_name, why_not_callable
 
 OWN_PARAMETERS = (
     "data_source", "solution_str", "ground_truth", "extra_info", "prompts", "completions", "completion_ids",
@@ -23,6 +23,9 @@ OWN_PARAMETERS = (
 
 TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
 """One of these a function of TRL's kind has."""
+
+VERL_PARAMETERS = frozenset(("solution_str", "solution_strs"))
+"""One of these a function of verl's kind has."""
 
 GROUP_PARAMETERS = frozenset(("group", *TRL_PARAMETERS, "solution_strs"))
 """By one of these a reward takes all samples of a prompt together: gkd's, TRL's and verl's names."""
@@ -135,11 +138,8 @@ class Reward(OpenSections):
             if getattr(reward, "needs_columns", name not in REWARDS.names()):
                 self._functions_needing_columns.append(name)
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
-            if missing := _parameters_without_values(call, bound=call is reward):
-                raise ValueError(
-                    f"functions: {name}: its parameter {missing[0]} has no default, and no reward is given such a one: "
-                    "docs/rewards.md has what each kind is given"
-                )
+            if why := _why_not_called(reward, call):
+                raise ValueError(f"functions: {name}: {why}: docs/rewards.md has what each kind is given")
             if inspect.iscoroutinefunction(call):
                 self._asynchronous.add(name)
             if not GROUP_PARAMETERS.isdisjoint(required_parameters(call)):  # with a default it is a setting
@@ -238,6 +238,20 @@ def required_parameters(function: Any) -> set[str]:
     return {name for name, parameter in parameters_of(function).items() if parameter.default is inspect.Parameter.empty}
 
 
+def _why_not_called(reward: Any, call: Any) -> str | None:
+    """Return why a reward cannot be called with what rewards are given, or its class not be made; None where it can."""
+    is_class = isinstance(reward, type)
+    if is_class and (why := why_not_callable(reward, 1 if settings_class(reward) else 0)):
+        given = "its Config" if settings_class(reward) else "nothing, as it has no Config"
+        return f"its class is given {given}: {why}"
+    if missing := _parameters_without_values(call, bound=not is_class):
+        return f"its parameter {missing[0]} has no default, and no reward is given such a one"
+    if {*TRL_PARAMETERS}.isdisjoint(required_parameters(call)) and VERL_PARAMETERS.isdisjoint(parameters_of(call)):
+        why = why_not_callable(call, 2 if is_class else 1)
+        return f"it is called with a completion: {why}" if why else None
+    return None
+
+
 def _parameters_without_values(call: Any, bound: bool) -> list[str]:
     """Return the parameters that a reward requires and is given nothing for; not ``bound``: its first one is ``self``.
 
@@ -246,7 +260,7 @@ def _parameters_without_values(call: Any, bound: bool) -> list[str]:
     required = _required_names(call, bound)
     if not {*TRL_PARAMETERS}.isdisjoint(required):
         return []
-    if {"solution_str", "solution_strs"}.isdisjoint(parameters_of(call)):
+    if VERL_PARAMETERS.isdisjoint(parameters_of(call)):
         return required[1:]
     return [name for name in required if name not in OWN_PARAMETERS]
 

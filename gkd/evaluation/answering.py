@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gkd.errors import ConfigError, ControlLost, QuestionRefused, RunFailed, describe_error
+from gkd.errors import ConfigError, ControlLost, QuestionRefused, RunFailed, describe_raised
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
@@ -166,8 +166,9 @@ async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob) -> 
     except (RunFailed, ConfigError, ControlLost):
         raise
     except Exception as error:  # a user's strategy may raise anything
+        number = job.question.prompt.id + 1
         raise RunFailed(
-            f"the strategy {name_of(strategy)} failed on question {job.question.prompt.id + 1}: {describe_error(error)}"
+            f"the strategy {name_of(strategy)} failed on question {number}: {describe_raised(error)}"
         ) from error
     if not isinstance(answer, Answer) or not isinstance(answer.text, str):
         raise RunFailed(

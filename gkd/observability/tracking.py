@@ -15,7 +15,7 @@ from typing import Any, Self
 from gkd.cluster.session.shutdown import abandon
 from gkd.config import Config
 from gkd.config.groups import TRACKERS
-from gkd.errors import ConfigError, describe_error
+from gkd.errors import ConfigError, describe_raised
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
 from gkd.observability.report import line
@@ -69,7 +69,7 @@ class Trackers:
             except Exception as error:  # a user's class, or a server, may raise anything
                 if name not in self._failed:
                     self._failed.add(name)
-                    log.warning("trainer.trackers: %s did not take step %d: %s", name, step, describe_error(error))
+                    log.warning("trainer.trackers: %s did not take step %d: %s", name, step, describe_raised(error))
 
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
@@ -98,7 +98,7 @@ class Trackers:
         except TimeoutError:
             raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
         except Exception as error:  # a user's class may raise anything
-            raise ConfigError(f"trainer.trackers: {name} did not start: {describe_error(error)}") from error
+            raise ConfigError(f"trainer.trackers: {name} did not start: {describe_raised(error)}") from error
         return tracker
 
     def __exit__(
@@ -153,7 +153,7 @@ def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., 
         except TimeoutError:
             log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
         except Exception as error:  # a user's class, or a server, may raise anything
-            log.warning("trainer.trackers: %s was not closed: %s", name, describe_error(error))
+            log.warning("trainer.trackers: %s was not closed: %s", name, describe_raised(error))
         caller.end()
 
     return close

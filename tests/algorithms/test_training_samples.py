@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,3 +198,21 @@ def test_distillation_asks_no_rewards() -> None:
     assert metrics == {}
     assert (samples[0].advantage, samples[0].in_loss) == (0.0, True)
     assert np.isfinite(samples[0].advantage)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("return rewards.mean()", r"compute_advantages gives \(\)"),
+        ("pass", r"compute_advantages gives \(\)"),
+        ("return rewards[:1]", r"compute_advantages gives \(1,\)"),
+        ("return rewards / self.scale", r"AttributeError: .*own\.py, line 4\)"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_will_not_do_is_named(code: str, message: str, tmp_path: Path) -> None:
+    base = "from gkd.algorithms.advantages import AdvantageEstimator\n"
+    method = f"    def compute_advantages(self, rewards):\n        {code}\n"
+    (tmp_path / "own.py").write_text(f"{base}class Own(AdvantageEstimator):\n{method}")
+    samples = [scored(0, 1.0), scored(1, 0.0)]
+    with pytest.raises(RunFailed, match=rf"algorithm\.advantage\.name=.*own\.py:Own: .*{message}"):
+        with_advantages(config(advantage={"name": f"{tmp_path}/own.py:Own"}), samples)

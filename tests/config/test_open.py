@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from gkd.config.base import Settings
 from gkd.config.compose import compose
+from gkd.config.learning import ADVANTAGES
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.registry import Registry, make_absolute
 from gkd.errors import ConfigError
@@ -175,6 +177,12 @@ class NoModel(AdvantageEstimator):
     def compute_advantages(self, rewards): return rewards
 class Plain:
     can_sample = True
+class Narrow(AdvantageEstimator):
+    def compute_advantages(self): return 1
+class Wide(AdvantageEstimator):
+    @staticmethod
+    def compute_advantages(rewards, groups): return rewards
+ready = Twice(None)
 """
 
 
@@ -184,6 +192,10 @@ class Plain:
         ("algorithm.advantage.name", "Twice", "name .*another setting"),
         ("algorithm.advantage.name", "Abstract", "method compute_advantages"),
         ("algorithm.advantage.name", "NoModel", "pydantic"),
+        ("algorithm.advantage.name", "Narrow", "compute_advantages .* rewards: .*arguments"),
+        ("algorithm.advantage.name", "Wide", "compute_advantages .* rewards: .*'groups'"),
+        ("algorithm.advantage.name", "ready", "its class"),
+        ("algorithm.name", "Plain", "Composition"),
         ("weights.transfer", "Plain", "no gkd.weights.transfer.Transfer"),
         ("rollout.engine", "Plain", "no gkd.inference.engine.InferenceEngine"),
     ],
@@ -194,3 +206,33 @@ def test_a_class_that_will_not_do_is_refused_in_one_line(setting: str, name: str
     with pytest.raises(ConfigError, match=why) as refused:
         compose(["+recipe=grpo", f"{setting}={file}:{name}"])
     assert "\n" not in str(refused.value)
+
+
+def test_an_error_at_import_is_shown_with_its_place_and_what_is_printed_is_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    neighbour, file, fine = (tmp_path / f"{name}.py" for name in ("beside_broken", "broken", "fine"))
+    neighbour.write_text("\n\nimport nowhere_at_all\n")
+    file.write_text("import beside_broken\n")
+    fine.write_text("print('hello')\ndef compute_advantages(): ...\n")
+    registry = Registry("section.name", {})
+    with pytest.raises(ConfigError, match=f"nowhere_at_all.*{neighbour}, line 3"):
+        registry.load(f"{file}:Mine")
+    registry.load(f"{fine}:compute_advantages")
+    assert capsys.readouterr().out == ""
+
+
+def test_methods_may_take_what_they_are_called_with_in_any_way(tmp_path: Path) -> None:
+    file = tmp_path / "free.py"
+    file.write_text(
+        "from gkd.algorithms.advantages import AdvantageEstimator\n"
+        "class Static(AdvantageEstimator):\n"
+        "  @staticmethod\n  def compute_advantages(rewards, scale=1): return rewards\n"
+        "class Any(AdvantageEstimator):\n  def compute_advantages(self, *values): return values[0]\n"
+        "class Batch(AdvantageEstimator):\n  def __call__(self, rewards, groups): return rewards\n"
+    )
+    for name in ("Static", "Any", "Batch"):
+        kind = ADVANTAGES.load(f"{file}:{name}")
+        assert list(kind(None)([0.0, 2.0], [0, 0])) == [0.0, 2.0]
+        assert kind.needs_batch == (name == "Batch")

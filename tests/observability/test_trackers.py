@@ -136,7 +136,7 @@ def test_a_users_tracker_takes_metrics_and_settings(tmp_path: Path, caplog: pyte
     expected = "0 ['epoch', 'val/accuracy']\n1 ['actor/loss', 'epoch']\ndone\n"
     assert (tmp_path / "own.txt").read_text() == expected
     missing = load({"trainer": {"trackers": [name], "Lines": {"name": "no/such/folder"}}})
-    with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine\.py:Lines .*FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"trainer\.trackers: .*mine\.py:Lines .*FileNotFoundError.*mine\.py, line"):
         write(missing, tmp_path, ROWS)
     write(missing, tmp_path, ROWS[1:], first=1)  # of a run that goes on
     assert "FileNotFoundError" in caplog.text
@@ -162,8 +162,8 @@ def test_what_a_users_tracker_raises_is_a_line_and_ends_nothing(
     assert (tmp_path / "lines.txt").read_text().splitlines()[1:] == ["1 ['actor/loss', 'epoch']", "done"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(ROWS)
     step, close = [record.getMessage() for record in caplog.records if record.name == "gkd"]  # each once
-    assert contains_in_order(step, f"trainer.trackers: {failing} ", "step 0", "OSError: no route")
-    assert contains_in_order(close, f"trainer.trackers: {failing} ", "RuntimeError: not closed, failed=False")
+    assert contains_in_order(step, f"trainer.trackers: {failing} ", "step 0", "OSError: no route", "mine.py, line")
+    assert contains_in_order(close, f"trainer.trackers: {failing} ", "RuntimeError: not closed", "failed=False", "line")
 
 
 HANGING = """

@@ -150,6 +150,8 @@ def test_a_users_function() -> None:
         (f"{MODULE}:missing", f": {MODULE} .*missing"),
         ("tests.rewards.ends:reward", ": SystemExit"),
         (f"{MODULE}:CONSTANT", "no function.* int"),
+        (f"{MODULE}:takes_nothing", "takes_nothing: .*arguments"),
+        (f"{MODULE}:TakesSettings", "TakesSettings: .*'config'"),
     ],
 )
 def test_what_is_no_reward(name: str, message: str) -> None:
