@@ -79,12 +79,12 @@ class OpenSettings(Settings):
                 why = f"a section with the settings of {owner.__name__} is expected"
                 raise _refusal(section, extra[section], why)
             if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
-                raise ValueError(f"{owner.__name__}: {twice[0]} is the name of another setting here; give it another")
+                raise ValueError(f"the setting {twice[0]} of {owner.__name__} has the name of another one here")
             values, known = self._select_values(section), [f"{prefix}{name}" for name in kind.model_fields]
             try:
                 complete = kind.model_validate(values).model_dump(mode="json")
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
-                raise ValueError(f"{owner.__name__}.Config: {describe_raised(error)}") from None
+                raise ValueError(f"in {owner.__name__}.Config: {describe_raised(error)}") from None
             except ValidationError as error:
                 first = error.errors()[0]
                 key = prefix + ".".join(map(str, first["loc"]))

@@ -83,6 +83,9 @@ class Registry:
             raise ConfigError(f"{self.setting}={name}: it is {what} is expected")
         if lacking := sorted(getattr(own, "__abstractmethods__", ())):
             raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
+        for attribute, kind in vars(base).get("__annotations__", {}).items():
+            if str(kind).startswith("ClassVar") and not hasattr(own, attribute):
+                raise ConfigError(f"{self.setting}={name}: it lacks the class attribute {attribute}")
         for method in sorted(getattr(base, "__abstractmethods__", ())):
             names = list(inspect.signature(getattr(base, method)).parameters)
             bound = isinstance(inspect.getattr_static(own, method), staticmethod | classmethod)

@@ -166,6 +166,7 @@ def test_an_engine_or_a_transfer_that_cannot_do_it_is_refused(overrides: list[st
 OWN_CLASSES = """
 import pydantic
 from gkd.algorithms.advantages import AdvantageEstimator
+from gkd.weights.transfer import Transfer
 class Twice(AdvantageEstimator):
     class Config(pydantic.BaseModel):
         name: str = "x"
@@ -177,6 +178,15 @@ class NoModel(AdvantageEstimator):
     def compute_advantages(self, rewards): return rewards
 class Plain:
     can_sample = True
+class NoSender(Transfer):
+    pass
+class Checked(AdvantageEstimator):
+    class Config(pydantic.BaseModel):
+        scale: float = 0.0
+        @pydantic.model_validator(mode="after")
+        def check(self):
+            1 / self.scale
+    def compute_advantages(self, rewards): return rewards
 class Narrow(AdvantageEstimator):
     def compute_advantages(self): return 1
 class Wide(AdvantageEstimator):
@@ -189,7 +199,9 @@ ready = Twice(None)
 @pytest.mark.parametrize(
     ("setting", "name", "why"),
     [
-        ("algorithm.advantage.name", "Twice", "name .*another setting"),
+        ("algorithm.advantage.name", "Twice", "setting name .*Twice"),
+        ("algorithm.advantage.name", "Checked", r"in Checked\.Config: ZeroDivisionError: .*mine\.py, line"),
+        ("weights.transfer", "NoSender", "attribute sender"),
         ("algorithm.advantage.name", "Abstract", "method compute_advantages"),
         ("algorithm.advantage.name", "NoModel", "pydantic"),
         ("algorithm.advantage.name", "Narrow", "compute_advantages .* rewards: .*arguments"),
