@@ -229,9 +229,13 @@ def _explain_unreadable(overrides: Sequence[str]) -> str:
         _parse_override(f"{key}=1")
     except HydraException:
         return f"{override}: {key} cannot be a setting's name"
-    if value[:1] and value[0] in "[{(\"'":
+    if texts := re.fullmatch(r"\[([^\[\]{}\"'\\]+)\]", value):  # a list of texts alone
+        parts = [part if re.fullmatch(r"[\w./:-]*", part, re.ASCII) else f'"{part}"' for part in texts[1].split(",")]
+        text = f"[{','.join(parts)}]"
+    elif value[:1] and value[0] in "[{(\"'":
         return f"{override}: cannot be read; lists are '[a,b]', mappings '{{a: b}}', texts with signs in double quotes"
-    text = quote(value) if re.search(r'["\\]', value) else f'"{value}"'
+    else:
+        text = quote(value) if re.search(r'["\\]', value) else f'"{value}"'
     return f"{override}: its value needs quotes within those of the shell: {shlex.quote(f'{key}={text}')}"
 
 
