@@ -11,7 +11,7 @@ import numpy as np
 
 from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
 from gkd.config import Config, Reward
-from gkd.errors import RunFailed, describe_raised
+from gkd.errors import RunFailed, SignalExit, describe_raised
 from gkd.types import TrainingSample
 
 log = logging.getLogger("gkd")
@@ -116,7 +116,9 @@ def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Floa
     try:
         estimator: AdvantageEstimator = config.algorithm.advantage.build()
         advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
-    except Exception as error:  # it may be the user's
+    except SignalExit:
+        raise
+    except (Exception, SystemExit) as error:  # it may be the user's, and may end programs
         raise RunFailed(f"algorithm.advantage.name={name}: {describe_raised(error)}") from error
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise RunFailed(

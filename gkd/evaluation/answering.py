@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gkd.errors import ConfigError, ControlLost, QuestionRefused, RunFailed, describe_raised
+from gkd.errors import ConfigError, ControlLost, QuestionRefused, RunFailed, SignalExit, describe_raised
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
@@ -163,9 +163,9 @@ def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
 async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob) -> Answer:
     try:
         answer = await strategy(generate, job.question.row)
-    except (RunFailed, ConfigError, ControlLost):
+    except (RunFailed, ConfigError, ControlLost, SignalExit):
         raise
-    except Exception as error:  # a user's strategy may raise anything
+    except (Exception, SystemExit) as error:  # a user's strategy may raise anything, and may end programs
         number = job.question.prompt.id + 1
         raise RunFailed(
             f"the strategy {name_of(strategy)} failed on question {number}: {describe_raised(error)}"

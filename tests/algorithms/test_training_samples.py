@@ -206,6 +206,7 @@ def test_distillation_asks_no_rewards() -> None:
         ("return rewards.mean()", r"compute_advantages gives \(\)"),
         ("pass", r"compute_advantages gives \(\)"),
         ("return rewards[:1]", r"compute_advantages gives \(1,\)"),
+        ("raise SystemExit(0)", r"SystemExit: "),
         ("return rewards / self.scale", r"AttributeError: .*own\.py, line 4\)"),
     ],
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gkd.errors import RunFailed
+from gkd.errors import RunFailed, SignalExit
 from gkd.evaluation.answering import AnswerJob, JobAnswer, answer_all
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Columns, GenerateFn, Messages, Reply, plain
@@ -127,3 +128,18 @@ def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> 
 
     with pytest.raises(RunFailed, match=r"\btext .*\bstr, .*gkd\.evaluation\.strategies\.Answer"):
         answer(Echo(), jobs(1), text)
+
+
+def test_a_strategy_that_ends_programs_fails_as_any_other() -> None:
+    """With exit code 0 the evaluation would seem to be done. What a signal does is no failure of the strategy's."""
+
+    async def leaves(generate: GenerateFn, row: Columns) -> Answer:
+        raise SystemExit(0)
+
+    async def stopped(generate: GenerateFn, row: Columns) -> Answer:
+        raise SignalExit(signal.SIGTERM)
+
+    with pytest.raises(RunFailed, match=r"\bleaves .*question 1: SystemExit: "):
+        answer(Echo(), jobs(2), leaves)
+    with pytest.raises(SignalExit):
+        answer(Echo(), jobs(2), stopped)
