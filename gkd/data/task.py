@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from gkd.config import Config
 from gkd.config.data import TASKS
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError, RunFailed, SignalExit, describe_raised, one_line
 
 ReportFn = Callable[[str], None]
 """Takes progress, a line at a time."""
@@ -63,6 +63,20 @@ def task_of(config: Config) -> Task:
     except TypeError as error:
         raise ConfigError(f"data.task={name} cannot be made: {one_line(error)}") from None
     return task
+
+
+def make_inputs(config: Config, report: ReportFn) -> TaskInputs:
+    """Make the models and data of a run by its task. Raises RunFailed by the task's name where it makes none."""
+    task, setting = task_of(config), f"data.task={config.data.task}"
+    try:
+        made = task.make(report)
+    except (RunFailed, ConfigError, SignalExit):
+        raise
+    except (Exception, SystemExit) as error:  # a user's task may raise anything
+        raise RunFailed(f"{setting}: {describe_raised(error)}") from error
+    if not isinstance(made, TaskInputs):
+        raise RunFailed(f"{setting} makes {type(made).__name__}: expected gkd.data.task.TaskInputs")
+    return made
 
 
 def require_teacher(config: Config, has_teacher: bool) -> None:

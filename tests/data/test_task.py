@@ -9,8 +9,8 @@ import pytest
 
 from gkd.config import Config, load
 from gkd.config.compose import compose
-from gkd.data.task import task_of
-from gkd.errors import ConfigError
+from gkd.data.task import make_inputs, task_of
+from gkd.errors import ConfigError, RunFailed
 from gkd.planning.layout import models_of
 from gkd.recipes.sort_digits.task import SortDigits
 
@@ -77,3 +77,20 @@ def test_what_is_no_task_is_refused(tree: dict[str, Any], message: str) -> None:
 def test_a_run_without_a_model_and_a_task_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path, .*data\.task .*sort_digits"):
         task_of(load({}))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("return {'student': 'x'}", "makes dict: .*TaskInputs"),
+        ("raise KeyError('shape')", r"KeyError: 'shape' .*mine\.py, line 3\)"),
+        ("open('/no/such/model')", r"FileNotFoundError: .*mine\.py, line 3\)"),
+        ("raise SystemExit(0)", "SystemExit: "),
+    ],
+)
+def test_a_users_task_that_makes_nothing_is_named(code: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    methods = f"    def make(self, report):\n        {code}\n    def model_configs(self): return {{}}\n"
+    file.write_text(f"class Mine:\n{methods}    def __init__(self, config): pass\n")
+    with pytest.raises(RunFailed, match=rf"data\.task=.*mine\.py:Mine.*{message}"):
+        make_inputs(compose(["+recipe=grpo", f"data.task={file}:Mine"]), lambda _: None)

@@ -19,7 +19,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
-from gkd.data.task import require_teacher, task_of
+from gkd.data.task import make_inputs, require_teacher
 from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
@@ -263,7 +263,7 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
 def find_files(config: Config, report: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
     """Return directory of the student, those of the models that score by group, training and validation files."""
     if config.uses_task:
-        made = task_of(config).make(report)
+        made = make_inputs(config, report)
         require_teacher(config, made.teacher is not None)
         scorers = {} if made.teacher is None else {"teacher": made.teacher}
         return made.student, scorers, made.train_files, made.val_files
