@@ -19,7 +19,7 @@ from gkd.weights import ipc, nccl
 from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, digest, pack, split_into_buckets, unpack
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Bucket, Transfer
+from gkd.weights.transfer import Bucket, Receiver, Transfer
 
 CPU = torch.device("cpu")
 BUCKET = Bucket(4, 2, True)
@@ -34,7 +34,7 @@ class Sender(PackingSender):
 
 
 class Packing(Transfer):
-    sender = Sender
+    sender, receiver = Sender, Receiver
 
 
 @st.composite
@@ -157,7 +157,7 @@ class KeepingSender(Sender):
 
 
 class Keeping(Transfer):
-    sender = KeepingSender
+    sender, receiver = KeepingSender, Receiver
 
 
 class Losing(Delivery):
