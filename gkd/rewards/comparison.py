@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from gkd.rewards.math_equality import are_math_equal
 from gkd.rewards.quantity import LONGEST, NO_UNITS, PROSE, SCALES, TIMES, Quantity, quantity, units_agree
@@ -37,7 +38,7 @@ _ASCII = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne "}
 _SYMBOLS = str.maketrans({character: f"{command} " for character, command in _UNICODE.items()})
 _SUPERSCRIPTS = {ord(character): digit for character, digit in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)}
 _POWER = re.compile(r"\^\{(\w)\}(?!\w)")
-_ABOUT = re.compile(r"\\(?:approx|simeq|sim)(?![a-zA-Z])")
+_ABOUT = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _ANY_FRACTION = re.compile(rf"(\\sqrt\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
@@ -97,10 +98,29 @@ def is_same_answer(response: str, expected: str) -> bool:
         return _is_same_choice(own, *options[1])
     if options[0] is not None and options[0][1] and choice(options[0][1]) is None:
         return is_same_answer(options[0][1], expected)
-    sides = [[side for side in _ABOUT.split(text) if side.strip()] for text in (response, expected)]
-    if max(map(len, sides)) > 1:  # of an exact value and a rounded one either counts
+    sides = [_exact_and_rounded(text) for text in (response, expected)]
+    if [len(its) for its in sides] != [1, 1]:
         return any(is_same_answer(side, other) for side in sides[0] for other in sides[1])
     return _is_same_mathematics(response, expected, own, reference)
+
+
+def _exact_and_rounded(text: str) -> list[str]:
+    r"""Return both ends of ``a \approx b``, of which either counts; nothing of numbers that no rounding makes equal."""
+    sides = [side.strip() for side in _ABOUT.split(text) if side.strip()]
+    if len(sides) < 2:
+        return sides
+    ends = [sides[0], sides[-1]]
+    numbers = [number for side in ends if (number := number_of(normalize_text(side)))]
+    values = [number.value / (100 if number.percent else 1) for number in numbers]
+    return [] if len(values) == 2 and not (_is_rounded(*values) or _is_rounded(*values[::-1])) else ends
+
+
+def _is_rounded(value: Fraction, rounded: Fraction) -> bool:
+    """Return whether ``rounded`` is ``value`` to the last digit that it has."""
+    digit = Fraction(1, 10**12)
+    while rounded and rounded % (10 * digit) == 0:
+        digit *= 10
+    return abs(value - rounded) <= digit / 2
 
 
 def _is_same_mathematics(response: str, expected: str, own: str, reference: str) -> bool:
@@ -207,7 +227,7 @@ def _is_same_formula(own: str, reference: str) -> bool:
     texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, reference)]
     scales = [SCALES.keys() & text.split() for text in texts]
     bases = [
-        [base.strip("{} ") for base in _BASE.findall(_TEXT.sub(lambda match: match[1], text))]
+        [base.strip("{()} ") for base in _BASE.findall(_TEXT.sub(lambda match: match[1], text))]
         for text in (own, reference)
     ]  # 25 in base 8 is not 25
     times = [_TIME.findall(text) for text in (own, reference)]  # 10:30 is no 4:12, as quotients they are equal
