@@ -56,6 +56,8 @@ def quantity(text: str) -> Quantity | None:
     words = (match["unit"] or "").lower().replace(".", " ").split() if match else []
     if match is None or (words and words[0] in NO_UNITS) or (match["after"] and not PROSE.isdisjoint(words)):
         return None
+    if words and words[0].startswith("/") and (not match["currency"] or words[0][1:] in {*NO_UNITS, *SCALES}):
+        return None  # $18/day is a price, 18/xyz a quotient
     exponent = re.findall(r"[-+]?[0-9]+", match["exponent"] or "0")[-1]
     value = Fraction(f"{match['value'].replace(',', '')}e{exponent}")
     if match["fraction"]:
