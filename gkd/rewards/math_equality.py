@@ -28,6 +28,7 @@ SECONDS_OF_WAITING = 60.0  # by the clock, for a child that is stopped or gets n
 MEMORY_LIMIT = 4 << 30  # bytes of address space
 MAX_LENGTH = 2000  # characters looked at, from the end of each text
 MOST_APART = 1e-4  # of the larger: two numbers that are further apart are different, whatever math-verify rounds
+MOST_ROOTS = 20  # of an equation's; those of degree 60 take seconds
 SMALLEST = 1e-90  # what sympy leaves of a number that is 0
 
 log = logging.getLogger(__name__)
@@ -193,9 +194,10 @@ def _roots(expression: Any, variable: Any, places: dict[Any, Any]) -> list[Any]:
     from sympy import Poly, cancel, re
 
     numerator = cancel(expression.xreplace(places)).as_numer_denom()[0]
-    coefficients = [_number(coefficient.evalf(15)) for coefficient in Poly(numerator, variable).all_coeffs()]
-    if len(coefficients) == 1:
-        raise ValueError("it does not depend on the variable")
+    polynomial = Poly(numerator, variable)
+    if not 0 < polynomial.degree() <= MOST_ROOTS:
+        raise ValueError("it does not depend on the variable, or has many roots")
+    coefficients = [_number(coefficient.evalf(15)) for coefficient in polynomial.all_coeffs()]
     roots = Poly(coefficients, variable).nroots()
     return [re(root) for root in roots if not _are_apart(root, re(root))]
 

@@ -435,6 +435,9 @@ NEARLY_EQUAL = [
     ("\\boxed{(1,2)\\cup(2,3)}", "(1,3)", False),
 ]
 RELATIONS = [
+    ("\\boxed{x^{100} = 1}", "1 = x^{100}", True),
+    ("\\boxed{y - 1 = x^{60} + x}", "y = x^{60} + x + 1", True),
+    ("\\boxed{x^{100} = 1}", "x^{100} = 2", False),
     ("\\boxed{0 \\le x < 1}", "[0,1)", True),
     ("\\boxed{0 \\le x < 1}", "(0,1)", False),
     ("\\boxed{[0,1)}", "0 \\le x < 1", True),
