@@ -17,7 +17,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?[.0-9]|[-+]?\\[a-zA-Z]))")
 _BARE_END = re.compile(r"[.,;:!?]{0,3}(?:[\s$*]|\\[)\]]|\Z)")
 _HEADING = re.compile(r"\d+[.)]\s+\D|[^\W\d_]{2,}")  # after "####", with text below: a heading in Markdown
 _FIELD = re.compile(
-    r'"(?:\w{1,20}[_ ])?answer"\s{0,20}:\s{0,20}'
+    r'"(?:(?:final|correct|predicted|numeric|short)[_ ])?answer"\s{0,20}:\s{0,20}'
     r'(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<number>-?[0-9][0-9.e+-]*)(?=\s*(?:,\s*"|\}|\Z)))',
     re.IGNORECASE | re.DOTALL,
 )

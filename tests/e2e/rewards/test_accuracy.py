@@ -542,6 +542,8 @@ NOTATION = [
     ("The answer is either 5 or 6.", "6", False),
     ('{"answer": 18}', "18", True),
     ('{"reason": "17 + 1", "final_answer": "18"}', "18", True),
+    ('{"wrong_answer": 6, "final_answer": 18}', "18", True),
+    ('{"final_answer": 18, "wrong_answer": 6}', "6", False),
     ('```json\n{"answer": "\\\\frac{1}{2}",\n"reason": "2"}\n```', "0.5", True),
     ('{"answer": "18"}\nNo, the answer is 17.', "18", False),
     ('{"answer": 18', "18", True),

@@ -176,7 +176,7 @@ time.sleep(600)
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     names = [Path(name) for name in process.stdout.readline().split()]
     family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)] + [process.pid]
-    time.sleep(6 * reaper.RECORD_EVERY_S)
+    time.sleep(10 * reaper.RECORD_EVERY_S)
     assert len(names) == 2 and all(name.exists() for name in names)
     for pid in family:
         os.kill(pid, signal.SIGKILL)
