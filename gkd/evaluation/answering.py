@@ -58,7 +58,8 @@ class CountingGenerate:
 
     def __init__(self, source: ReplySource, job: AnswerJob, sampling: Sampling, seed: int) -> None:
         self._source, self._job, self._sampling, self._seed = source, job, sampling, seed
-        self._n_replies = 0
+        self._n_replies = self._n_waiting = 0
+        self.limit_idling(None, 0.0)
         self.n_tokens: float = 0
         self._truncated: dict[str, bool] = {}
 
@@ -84,11 +85,27 @@ class CountingGenerate:
         seed = seed_in_set(self._seed, self._job.question.key, self._job.index, self._n_replies)
         self._n_replies += 1
         question = self._job.question
-        reply = replace(await self._source.reply(question, prompt, sampling, seed), prompt=question.prompt.text)
+        self._n_waiting += 1
+        self._postpone()
+        try:
+            reply = await self._source.reply(question, prompt, sampling, seed)
+        finally:
+            self._n_waiting -= 1
+            self._postpone()
+        reply = replace(reply, prompt=question.prompt.text)
         self.n_tokens += reply.n_tokens
         self._truncated.pop(reply.text, None)
         self._truncated[reply.text] = reply.truncated  # the last one that came stands last
         return reply
+
+    def limit_idling(self, limit: asyncio.Timeout | None, idle_s: float) -> None:
+        """Have ``limit`` end what has waited for no reply in ``idle_s``; None: nothing has to end."""
+        self._limit, self._idle_s = limit, idle_s
+
+    def _postpone(self) -> None:
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(None if self._n_waiting else now + self._idle_s)
 
     def is_truncated(self, text: str) -> bool:
         """Return whether the limit cut the reply that an answer is, or of one that is none the last reply."""
@@ -106,11 +123,13 @@ def answer_all(
     strategy: Any,
     sampling: Sampling,
     seed: int,
+    idle_s: float,
     done: Callable[[JobAnswer], None],
 ) -> None:
     """Answer every job with ``strategy`` and hand each answer to ``done`` as it comes.
 
-    Raises RunFailed when the source cannot reply any more, or the strategy raises; answers before that are handed over.
+    Raises RunFailed when the source cannot reply any more, or the strategy raises, or waits ``idle_s`` for anything but
+    replies; answers before that are handed over.
     Questions that the source refuses raise it once all others are answered.
     """
     refused: list[QuestionRefused] = []
@@ -123,7 +142,7 @@ def answer_all(
             for job in waiting:
                 generate = CountingGenerate(source, job, sampling, seed)
                 try:
-                    answer = await _answer(strategy, generate, job)
+                    answer = await _answer(strategy, generate, job, idle_s)
                 except QuestionRefused as error:
                     refused.append(error)
                     if not n_answered and len(refused) >= MOST_REFUSED:
@@ -160,16 +179,21 @@ def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
         thread.submit(asyncio.run, work).result()
 
 
-async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob) -> Answer:
+async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob, idle_s: float) -> Answer:
+    failure = f"the strategy {name_of(strategy)} failed on question {job.question.prompt.id + 1}"
+    limit = asyncio.timeout(idle_s)
     try:
-        answer = await strategy(generate, job.question.row)
+        async with limit:
+            generate.limit_idling(limit, idle_s)
+            answer = await strategy(generate, job.question.row)
     except (RunFailed, ConfigError, ControlLost, SignalExit):
         raise
     except (Exception, SystemExit) as error:  # a user's strategy may raise anything, and may end programs
-        number = job.question.prompt.id + 1
-        raise RunFailed(
-            f"the strategy {name_of(strategy)} failed on question {number}: {describe_raised(error)}"
-        ) from error
+        if limit.expired():
+            raise RunFailed(f"{failure}: it waited {idle_s:g} s, and for no reply (rollout.timeout_s)") from None
+        raise RunFailed(f"{failure}: {describe_raised(error)}") from error
+    finally:
+        generate.limit_idling(None, idle_s)
     if not isinstance(answer, Answer) or not isinstance(answer.text, str):
         raise RunFailed(
             f"the strategy {name_of(strategy)} returned {type(answer).__name__}, not a "

@@ -190,7 +190,8 @@ def _ask(config: Config, source: ReplySource, measurement: Measurement, log: Ans
         log.add(measurement.key(result.job, seed), answered, beside)
         lines.add(result.n_tokens)
 
-    answer_all(source, jobs, strategy_of(config, measurement.strategy), measurement.sampling, seed, record)
+    strategy, idle_s = strategy_of(config, measurement.strategy), config.rollout.timeout_s
+    answer_all(source, jobs, strategy, measurement.sampling, seed, idle_s, record)
 
 
 def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Results:

@@ -51,9 +51,9 @@ def jobs(n: int, samples: int = 1) -> list[AnswerJob]:
     return [AnswerJob(question, index) for index in range(samples) for question in questions]
 
 
-def answer(source: Any, to_answer: list[AnswerJob], strategy: Any = plain) -> list[JobAnswer]:
+def answer(source: Any, to_answer: list[AnswerJob], strategy: Any = plain, idle_s: float = 60.0) -> list[JobAnswer]:
     answers: list[JobAnswer] = []
-    answer_all(source, to_answer, strategy, SAMPLING, 0, answers.append)
+    answer_all(source, to_answer, strategy, SAMPLING, 0, idle_s, answers.append)
     return answers
 
 
@@ -114,7 +114,7 @@ def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
 def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
     answers: list[JobAnswer] = []
     with pytest.raises(RunFailed, match="no engine"):
-        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, answers.append)
+        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, 60.0, answers.append)
     assert len(answers) == 3
 
     async def broken(generate: GenerateFn, row: Columns) -> Answer:
@@ -128,6 +128,26 @@ def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> 
 
     with pytest.raises(RunFailed, match=r"\btext .*\bstr, .*gkd\.evaluation\.strategies\.Answer"):
         answer(Echo(), jobs(1), text)
+
+
+def test_a_strategy_that_waits_for_ever_is_ended_and_one_that_waits_for_replies_is_not() -> None:
+    class Slow(Echo):
+        async def reply(self, *args: Any) -> Reply:
+            await asyncio.sleep(0.8)
+            return await super().reply(*args)
+
+    async def thrice(generate: GenerateFn, row: Columns) -> Answer:
+        await asyncio.gather(generate(), generate())
+        return Answer((await generate()).text, 0)
+
+    async def hang(generate: GenerateFn, row: Columns) -> Answer:
+        await generate()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    assert len(answer(Slow(), jobs(2), thrice, 0.5)) == 2
+    with pytest.raises(RunFailed, match=r"\bhang .*question 1: .*0\.5 s.*\brollout\.timeout_s\b"):
+        answer(Echo(), jobs(1), hang, 0.5)
 
 
 def test_a_strategy_that_ends_programs_fails_as_any_other() -> None:

@@ -73,7 +73,7 @@ def answered(model: Model, strategy: object, row: dict[str, object], opened: str
     question = Question(job.question.key, prompt, row)
     answers: list[Answer] = []
     to_answer = [type(job)(question, 0)]
-    answer_all(model, to_answer, strategy, Sampling(8), 0, lambda job_answer: answers.append(job_answer.answer))
+    answer_all(model, to_answer, strategy, Sampling(8), 0, 60.0, lambda job_answer: answers.append(job_answer.answer))
     return answers[0]
 
 

@@ -48,7 +48,7 @@ def test_eight_engines_are_eight_times_as_fast_as_one(workers: list[object]) -> 
     source = EngineReplies(settings(), model, rollout, 64)
     questions = [Question(f"{i:x}", Prompt(i, np.array([1], np.int32), "?"), {}) for i in range(N * SLOTS * ROUNDS)]
     answers: list[JobAnswer] = []
-    answer_all(source, [AnswerJob(question, 0) for question in questions], plain, Sampling(8), 0, answers.append)
+    answer_all(source, [AnswerJob(question, 0) for question in questions], plain, Sampling(8), 0, 60.0, answers.append)
     assert sorted(a.job.question.prompt.id for a in answers) == list(range(len(questions)))
     passes = [progress[0] for progress in group.control("progress", timeout_s=30)]
     one = len(questions) * PASSES / SLOTS  # passes of a single engine with all of its places taken
