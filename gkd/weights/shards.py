@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from gkd.config.transfer import Place
-from gkd.weights.transfer import Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Receiver, Sender, Transfer, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,7 @@ class ShardTransfer(Transfer):
 
     gpu_to_gpu = collective = shards = True
     automatic = False
+    sender, receiver = Sender, Receiver  # neither is built: vLLM has both ends
     packages: ClassVar[dict[str, str]] = {}
 
     @classmethod
