@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -169,7 +170,19 @@ def _rank(rank: int, port: int, device: Device, directory: Path, overrides: Sequ
         if rank == 0:
             (directory / "figures.json").write_text(json.dumps(figures))
         dist.barrier()
+        last = directory / "rank_1_is_done"
+        if rank:
+            last.touch()
+        else:  # it has the store, which the other's threads still look at
+            _wait_for(last)
     os._exit(0)  # as Ray's workers end: while libraries are taken down, a rank under load was once ended by SIGABRT
+
+
+def _wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)
 
 
 def notices() -> bool:
