@@ -239,7 +239,8 @@ def watch_family() -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    starting.wait()  # its own child goes on
+    with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine: it is as good a little later
+        starting.wait(GIVE_UP_S)  # its own child goes on
     _watched.append(starting)
 
 
