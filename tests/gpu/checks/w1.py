@@ -62,8 +62,10 @@ def _make(path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: 
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, words))]  # a special token is seen within words as well
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
     torch.manual_seed(0)
     for name, (width, inner, layers, heads, groups) in shapes.items():
         config = LlamaConfig(
@@ -75,9 +77,8 @@ def _make(path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: 
             model = LlamaForCausalLM(config).bfloat16()
         model.cpu().save_pretrained(path / name)
         torch.cuda.empty_cache()  # it would count among what the run takes of the GPU
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="w1", pad_token="w0", unk_token="w0"
-        ).save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
     rows = torch.randint(2, words, (batch * (STEPS + 2), prompt)).tolist()
-    lines = (json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) for row in rows)
-    (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    texts = [" ".join(f"w{i}" for i in row) for row in rows]
+    require(tokenizer(texts)["input_ids"] == rows, f"prompts are not {prompt} tokens each")
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
