@@ -31,7 +31,7 @@ class ActorGroup(ActorRanks):
         colocation: Colocation | None = None,
     ) -> None:
         super().__init__(group, config, model_path, restart, colocation)
-        self._budget = self._budget_warned_of = config.actor.max_tokens_per_micro_batch
+        self._budget = self._budget_warned_of = config.actor.micro_batch_tokens
         self.meanwhile: Attend | None = None
         """What is to be done while ranks compute, until one of these references is there; None: nothing."""
         self.beside: Callable[[], None] | None = None

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gkd.actor.compiling import Compilation
+from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.model import Student, named_tensors, shard
-from gkd.actor.quantize import make_load_arguments
+from gkd.actor.quantize import make_load_arguments, packed_parameters
 from gkd.config import Lora
+from gkd.config.actor import MOST_COPIED
 from gkd.modeling.architecture import exact_attention
 from gkd.modeling.backbone import choose_attention, pack_or_pad
 from gkd.modeling.head import Head
@@ -39,18 +41,23 @@ def load_sharded(
 ) -> Student:
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
 
-    A rank that is alone on a CPU and computes in float32 has nothing to share: its student is left as it is. Otherwise
-    the first rank alone reads the weights and broadcasts one tensor after the other; the others hold the shards that
-    they keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With
-    ``lora.quantize`` every rank reads all of it: packed weights are whole on every rank. A collective. Raises what
-    :func:`load` raises.
+    A rank that is alone has nothing to share: its student is left whole (:class:`ComputeCopies`), unless it is large.
+    Otherwise the first rank alone reads the weights and broadcasts one tensor after the other; the others hold the
+    shards that they keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With
+    ``lora.quantize`` every rank reads all of it, to its device: packed weights are whole on every rank. A collective.
+    Raises what :func:`load` raises.
     """
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
         student.compilation = compiled(student.lm, student.is_packed)
-        if not _is_whole(mesh, dtype, offload):
+        copies = ComputeCopies(student, dtype, packed_parameters(student))
+        if mesh.size() > 1 or offload or copies.n_numbers > MOST_COPIED:
             shard(student, mesh, dtype, offload)
+            return student
+        if not quantize:
+            student.to(device)
+        student.copies = copies if copies.n_numbers else None
         return student
     whole = load(path, False, lora, device, dtype) if mesh.get_local_rank() == 0 else None
     packed = torch.tensor(whole is not None and whole.is_packed, dtype=torch.int32, device=device)
@@ -61,14 +68,6 @@ def load_sharded(
     student.to_empty(device=CPU if offload else device)
     _fill(student, whole, mesh, device)
     return student
-
-
-def _is_whole(mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> bool:
-    """Return whether a rank computes with its parameters as they are: alone, on a CPU, in float32.
-
-    FSDP would then gather and reduce nothing, by hooks that cost as much as a small layer.
-    """
-    return mesh.size() == 1 and mesh.device_type == "cpu" and dtype == torch.float32 and not offload
 
 
 @torch.no_grad()

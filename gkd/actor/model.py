@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gkd.actor.compiling import Compilation
+from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.quantize import dequantize_weights, find_quantized_layers, packed_parameters
 from gkd.losses.micro_batch import MicroBatch
 from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
@@ -37,6 +39,8 @@ class Student(nn.Module):
         """Logits [n, V] of hidden states [n, D]."""
         self.compilation: Compilation | None = None
         """How its layers are compiled."""
+        self.copies: ComputeCopies | None = None
+        """What it computes with, where one rank holds it whole, and in another type than it computes in."""
 
     @property
     def is_packed(self) -> bool:
@@ -49,6 +53,10 @@ class Student(nn.Module):
         """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
         hidden = self.compute_hidden(micro)[micro.rows]
         return objective(hidden, self.head.linear(hidden) or self.head)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Have it compute in the compute type, forward and backward; nothing else may read its weights meanwhile."""
+        return nullcontext() if self.copies is None else self.copies.installed()
 
     def compute_hidden(self, micro: MicroBatch) -> Tensor:
         """Return final hidden states [L, D] of every token of a micro-batch."""

@@ -59,7 +59,7 @@ class RankTrainer:
     ) -> None:
         self.student, self.optimizer, self.staging, self.config = student, optimizer, staging, config
         self.rank, self.world, self.device, self.copies = rank, world, device, copies
-        self.budget = config.actor.max_tokens_per_micro_batch
+        self.budget = config.actor.micro_batch_tokens
         """Tokens of a micro-batch, where several sequences share one."""
         self.is_offloaded = False
         """Whether the weights have left the GPU to others."""
@@ -269,7 +269,8 @@ class RankTrainer:
             self._n_updates = n_updates(self.optimizer)
         _seed(dropout_seed(self.config.trainer.seed, self._n_updates, self.rank, chunk), self.device)
         try:
-            return run()
+            with self.student.computing():
+                return run()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 if is_compile_failure(error):

@@ -94,7 +94,7 @@ class ActorWorker:
         if actor.liger:
             use_liger(lm, self.device)
             return None
-        return compile_layers(lm, actor.compile, actor.max_tokens_per_micro_batch, self.device, packed)
+        return compile_layers(lm, actor.compile, actor.micro_batch_tokens, self.device, packed)
 
     def report(self) -> dict[str, Any]:
         """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""

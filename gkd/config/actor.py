@@ -15,6 +15,10 @@ Offloaded = Literal["optimizer", "weights"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+MICRO_BATCH_TOKENS = 8192
+MOST_COPIED = 2_000_000_000
+"""Numbers of which a rank that is alone has copies to compute with. With more of them a layer is so large that what
+FSDP2 does around it costs nothing beside it, and the copies would be gigabytes."""
 PACK_SIZES = 4
 """Of packs up to the budget, where layers are compiled: a few compilations, and at most a quarter of the last pack of a
 batch is padding."""
@@ -96,11 +100,12 @@ class Actor(Settings):
         description="AdamW's betas (TRL: adam_beta1, adam_beta2; OpenRLHF: adam_betas)",
     )
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient (TRL's max_grad_norm)")
-    max_tokens_per_micro_batch: int = Field(
-        8192,
+    max_tokens_per_micro_batch: int | None = Field(
+        None,
         ge=1,
         description="tokens packed into one micro-batch on one rank (verl's ppo_max_token_len_per_gpu, in place of "
-        "TRL's per_device_train_batch_size and gradient_accumulation_steps)",
+        "TRL's per_device_train_batch_size and gradient_accumulation_steps); null: 8,192, and 16,384 on GPUs that have "
+        "room for it",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     epochs: int = Field(1, ge=1, description="times a batch is learned from (TRL's num_iterations, verl's ppo_epochs)")
@@ -140,6 +145,11 @@ class Actor(Settings):
         "layers; needs liger-kernel (TRL: use_liger_kernel; verl: use_liger)"
     )  # fmt: skip
     loss_chunk: int = Field(1024, ge=1, description="positions whose logits exist at the same time")
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch; where null was not decided, those that any GPU is to hold."""
+        return self.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS
 
     @property
     def offloaded(self) -> Offloaded | None:

@@ -41,7 +41,7 @@ from gkd.observability.progress import Progress
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
-from gkd.planning.advice.advise import plan_sampler, require_memory, requires_offload, settings_with_offload
+from gkd.planning.advice.advise import plan_sizes, require_memory, requires_offload, settings_with_offload
 from gkd.planning.advice.splits import faster_split
 from gkd.planning.layout import models_of, with_settings
 from gkd.version import __version__
@@ -190,7 +190,7 @@ def step_text(config: Config) -> str:
         f"a step: {prompts:,} prompts x {learned_from}, {updates} update{'s' * (updates != 1)}",
         f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
         "tokens",
-        f"micro-batches of {actor.max_tokens_per_micro_batch:,} tokens",
+        f"micro-batches of {actor.micro_batch_tokens:,} tokens",
         f"learning rate {actor.lr:g}",
     ]
     if actor.gradient_checkpointing:
@@ -272,12 +272,12 @@ def _place_and_show(config: Config, session: Session, output: Path) -> Placement
 
 
 def _with_offload(config: Config, placement: Placement) -> Config:
-    """Return ``config`` with cluster.offload, rollout.max_num_seqs and rollout.kv_cache_gb decided.
+    """Return ``config`` with cluster.offload and the sizes that are planned decided.
 
     Raises ConfigError, with the plan's advice, for a layout that cannot fit, before anything loads.
     """
-    offload, sampler = _check_memory(config, placement)
-    slots, cache_gb = sampler["rollout.max_num_seqs"], sampler["rollout.kv_cache_gb"]
+    offload, sizes = _check_memory(config, placement)
+    slots, cache_gb = sizes["rollout.max_num_seqs"], sizes["rollout.kv_cache_gb"]
     if offload:
         engines = ", ".join(config.groups_on_actor_gpus())
         log.info(
@@ -292,7 +292,7 @@ def _with_offload(config: Config, placement: Placement) -> Config:
             "each rollout engine's cache takes %d GiB, twice what it can fill (rollout.kv_cache_gb=null)", cache_gb
         )
     requested = config.schedule.max_staleness
-    config = with_settings(config, settings_with_offload(config, offload) | sampler)
+    config = with_settings(config, settings_with_offload(config, offload) | sizes)
     if config.schedule.max_staleness != requested:
         log.warning(
             "schedule.max_staleness=%d is 0 here: the GPUs that actor and engines share do not hold both, so nothing "
@@ -310,10 +310,14 @@ def _with_offload(config: Config, placement: Placement) -> Config:
 def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str, Any]]:
     """Raise ConfigError for a layout that cannot fit.
 
-    Returns whether colocated groups are offloaded, and the settings of sampling engines that are planned.
+    Returns whether colocated groups are offloaded, and the settings of engines and actor that are planned.
     """
     offload = config.cluster.offload is True
-    unplanned = {"rollout.max_num_seqs": config.rollout.slots, "rollout.kv_cache_gb": config.rollout.kv_cache_gb}
+    unplanned = {
+        "rollout.max_num_seqs": config.rollout.slots,
+        "rollout.kv_cache_gb": config.rollout.kv_cache_gb,
+        "actor.max_tokens_per_micro_batch": config.actor.micro_batch_tokens,
+    }
     reports = placement.reports
     sizes = {
         group: min(memory)
@@ -334,7 +338,7 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
     require_memory(config, models, sizes or None, [n for n in nodes if n])
     offload = offload or requires_offload(config, models, sizes or None)
     decided = with_settings(config, settings_with_offload(config, offload))
-    return offload, plan_sampler(decided, models, sizes or None)
+    return offload, plan_sizes(decided, models, sizes or None)
 
 
 def _make_next_command(config: Config, output: Path) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 REVERSE_KL_MAX_STALENESS = 2
 """Updates that samples may be behind before reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143)."""
-BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
+BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 27
 """Logits that a loss works on at a time: as many as a processor's cache holds, or keep a GPU busy."""
 
 

@@ -140,25 +140,39 @@ def test_a_rank_computes_with_its_share_of_the_nodes_cores(
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_alone_on_a_cpu_is_sharded_where_that_changes_anything(
+def test_a_rank_alone_is_sharded_for_offloading_alone(
     mesh: DeviceMesh, path: Path, dtype: torch.dtype, offload: bool
 ) -> None:
     student = load_sharded(str(path), mesh, torch.device("cpu"), dtype, offload=offload)
-    assert isinstance(student, FSDPModule) == (offload or dtype != torch.float32)
+    assert isinstance(student, FSDPModule) == offload
+    assert (student.copies is not None) == (dtype != torch.float32 and not offload)
 
 
-def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(mesh: DeviceMesh, path: Path) -> None:
-    """Loss, gradients and their norm."""
-    micro = micro_batch(models.scored(3))
+@pytest.mark.parametrize("lora", [None, Lora(r=2, target_modules=["q_proj", "down_proj"])])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(
+    mesh: DeviceMesh, path: Path, dtype: torch.dtype, checkpointing: bool, lora: Lora | None
+) -> None:
+    """Loss, gradients of two micro-batches and their norm; between passes its weights are those that are trained."""
+    device, micros = torch.device("cpu"), [micro_batch(models.scored(3, seed=seed)) for seed in range(2)]
     results = []
     for sharded in (False, True):
-        student = load_sharded(str(path), mesh, torch.device("cpu"), torch.float32)
+        torch.manual_seed(0)  # of the adapter
         if sharded:
-            shard(student, mesh, torch.float32)
-        loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
-        loss.backward()
-        gradients = [parameter.grad for parameter in student.parameters()]
+            student = load(path, checkpointing, lora)
+            shard(student, mesh, dtype)
+        else:
+            student = load_sharded(str(path), mesh, device, dtype, checkpointing, lora)
+        before = [p.detach().clone() for p in student.parameters()]
+        with student.computing():
+            for micro in micros:
+                loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
+                loss.backward()
+        trained = [p for p in student.parameters() if p.requires_grad]
+        assert all(p.dtype == torch.float32 and p.grad is not None for p in trained)
+        assert all(torch.equal(old, new) for old, new in zip(before, student.parameters(), strict=True))
         norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 0.1)
-        results.append([loss, norm, *gradients])
+        results.append([loss, norm, *(p.grad for p in trained)])
     for alone, whole in zip(*results, strict=True):
         assert torch.equal(alone, whole.full_tensor() if isinstance(whole, DTensor) else whole)

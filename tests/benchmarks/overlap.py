@@ -265,7 +265,7 @@ def simulated(config: Config, times: Times, sync_s: float) -> Step:
 
     token_s = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
     n, slots = config.rollout.n_engines, config.rollout.slots
-    chunk = config.actor.max_tokens_per_micro_batch if config.schedule.streaming else None
+    chunk = config.actor.micro_batch_tokens if config.schedule.streaming else None
     run = SimulatedRun(
         SAMPLES, 1, 1.0, MEAN_TOKENS + 1, partial(lengths_of, config),
         SamplingGroup(n, slots, slots, lambda n: token_s),

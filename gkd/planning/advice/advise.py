@@ -18,7 +18,13 @@ from gkd.config.device import GB
 from gkd.errors import ConfigError
 from gkd.planning.advice.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
 from gkd.planning.layout import Layout, Models, cpu_hardware, gpu_hardware, has_room, with_settings, without_colocation
-from gkd.planning.memory.colocation import all_memory, groups_that_do_not_fit, memory_of, needs_offload
+from gkd.planning.memory.colocation import (
+    all_memory,
+    groups_that_do_not_fit,
+    memory_of,
+    needs_offload,
+    with_micro_batch,
+)
 from gkd.planning.memory.pools import GroupMemory, cache_gb_of, slots_of
 from gkd.planning.simulation.stages import quick_step_s, stages_of
 
@@ -285,15 +291,17 @@ def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
     return {"cluster.offload": offload, **(NOT_AHEAD if offload and config.cluster.offload_is_auto else {})}
 
 
-def plan_sampler(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return settings of sampling engines that are planned where they are null; arguments of :func:`require_memory`."""
+def plan_sizes(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return settings of sampling engines and of the actor that are planned where they are null; arguments of
+    :func:`require_memory`.
+    """
     layouts, rollout = _layouts(config, models, gpu_bytes_by_group), config.rollout
-    layout = layouts.get("rollout", layouts.get(None))
-    if layout is None:
-        return {"rollout.max_num_seqs": rollout.slots, "rollout.kv_cache_gb": rollout.kv_cache_gb}
+    layout, actors = (layouts.get(group, layouts.get(None)) for group in ("rollout", "actor"))
+    actor = (config if actors is None else with_micro_batch(actors)).actor
     return {
-        "rollout.max_num_seqs": slots_of(layout, "rollout", rollout),
-        "rollout.kv_cache_gb": cache_gb_of(layout, "rollout", rollout),
+        "rollout.max_num_seqs": rollout.slots if layout is None else slots_of(layout, "rollout", rollout),
+        "rollout.kv_cache_gb": rollout.kv_cache_gb if layout is None else cache_gb_of(layout, "rollout", rollout),
+        "actor.max_tokens_per_micro_batch": actor.micro_batch_tokens,
     }
 
 

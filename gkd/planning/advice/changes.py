@@ -57,7 +57,7 @@ def actor_changes(config: Config, longest: int, more_gpus: Change | None) -> lis
     ``more_gpus`` is None on a CPU, whose memory is the host's.
     """
     actor = config.actor
-    tokens = [actor.max_tokens_per_micro_batch >> i for i in range(1, 8)]
+    tokens = [actor.micro_batch_tokens >> i for i in range(1, 8)]
     fitting = [*(t for t in tokens if t > longest), longest]
     changes = [
         Change("actor.max_tokens_per_micro_batch", 1, tuple(t for t in fitting if t < tokens[0] * 2)),

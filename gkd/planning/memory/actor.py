@@ -52,7 +52,8 @@ class Training:
     """Holds what the actor's memory follows from beside the model; ``compute`` is the bytes of a number of its type.
 
     ``world``: ranks that hold one copy of the student together. ``sharded``: whether FSDP2 holds the model; without it
-    nothing is gathered. ``on_cpu``: whether it is a CPU that computes, where nothing is offloaded.
+    there are copies of all weights in the compute type. ``on_cpu``: whether it is a CPU that computes, where nothing is
+    offloaded.
     """
 
     config: Config
@@ -152,12 +153,21 @@ def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> di
     a_token = kept.outside
     for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
         a_token += layers.count * (c * shape.hidden if training.config.actor.gradient_checkpointing else layer_bytes)
-    gathered = c * shape.n_root if training.sharded else 0  # the root's; layers come and go
+    gathered = c * (shape.n_root if training.sharded else copied_numbers(shape, training))  # layers' come and go
     return {
         "gathered weights": float(gathered),
         "activations": a_token * micro.tokens,
         "targets": float(micro.positions * micro.targets * (8 + F32)),  # ids are int64
     }
+
+
+def copied_numbers(shape: ModelShape, training: Training) -> float:
+    """Return how many numbers a rank that holds all of the student has once more (gkd.actor.compute_copies)."""
+    if training.compute == F32:
+        return 0.0
+    adapters = sum(count * w.size for count, w in adapter_weights(shape, training.lora))
+    frozen = training.lora.r is not None and not training.on_cpu  # in the compute type themselves
+    return adapters + (0 if frozen else shape.shard_size(1))
 
 
 def _root_gradient(shape: ModelShape, training: Training) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
-from gkd.config import Engine
-from gkd.planning.layout import Layout
+from gkd.config import Config, Engine
+from gkd.config.actor import MICRO_BATCH_TOKENS
+from gkd.planning.layout import Layout, with_settings
 from gkd.planning.memory.pools import GroupMemory, pool_memory
 
 Shared: TypeAlias = set[frozenset[str]]
 """Pairs of groups that may be on the same GPU."""
+ROOM = 0.2
+"""Share of what an actor's GPU has for it that is left free by micro-batches larger than they need be."""
 
 
 def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
@@ -53,6 +56,22 @@ def needs_offload(layout: Layout) -> bool:
     groups = layout.config.groups()
     memories = [pool_memory(layout, group, pool) for group, pool in groups.items()]
     return _needs_offload(layout, memories, layout.config.may_share())
+
+
+def with_micro_batch(layout: Layout) -> Config:
+    """Return the configuration with ``actor.max_tokens_per_micro_batch`` decided, where it is null.
+
+    A GPU that has room for it gets twice the usual: of a small model's layers the host's work is then as much as
+    before for twice the tokens, and weights are gathered half as often. Nothing is offloaded for that.
+    """
+    config = layout.config
+    if config.actor.max_tokens_per_micro_batch is not None or layout.hardware.is_cpu:
+        return config
+    larger = with_settings(config, {"actor.max_tokens_per_micro_batch": 2 * MICRO_BATCH_TOKENS})
+    then = replace(layout, config=larger)
+    memory = memory_of(then, "actor")
+    fits = memory.margin >= ROOM * memory.available and not groups_that_do_not_fit(then)
+    return larger if fits and needs_offload(then) == needs_offload(layout) else config
 
 
 def _needs_offload(layout: Layout, groups: list[GroupMemory], shared: Shared) -> bool:

@@ -7,13 +7,20 @@ left for the key-value cache. What this project adds lies outside that share (gk
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gkd.config import Engine, Pool, Scorer
-from gkd.config.actor import pack_size
+from gkd.config.actor import MOST_COPIED, pack_size
 from gkd.config.device import GB, GIB, EngineLoad
 from gkd.planning.layout import F32, Layout, engine_class
-from gkd.planning.memory.actor import MicroBatchSize, Training, checkpoint_bytes, offloaded_bytes, peak_items
+from gkd.planning.memory.actor import (
+    MicroBatchSize,
+    Training,
+    checkpoint_bytes,
+    copied_numbers,
+    offloaded_bytes,
+    peak_items,
+)
 from gkd.planning.shapes import ModelShape
 
 CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
@@ -74,17 +81,20 @@ def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     workload, actor = layout.workload(), layout.config.actor
     samples = -(-(actor.mini_batch_size or workload.samples) // world)
     whole = max(samples * workload.length, workload.longest)
-    tokens = min(max(actor.max_tokens_per_micro_batch, workload.longest), whole)
+    tokens = min(max(actor.micro_batch_tokens, workload.longest), whole)
     alone = tokens == whole
     if actor.compile is not False and not layout.hardware.is_cpu:  # one longer than the budget is padded beyond it
-        tokens = pack_size(tokens, actor.max_tokens_per_micro_batch)
+        tokens = pack_size(tokens, actor.micro_batch_tokens)
     part = workload.response / workload.length
     return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=alone)
 
 
 def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
-    training = Training(layout.config, actor.copy_size(world), layout.compute_bytes, is_cpu)
+    size = actor.copy_size(world)
+    training = Training(layout.config, size, layout.compute_bytes, is_cpu, sharded=False)
+    if size > 1 or (actor.offload_weights and not is_cpu) or copied_numbers(shape, training) > MOST_COPIED:
+        training = replace(training, sharded=True)
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)
     if is_cpu:

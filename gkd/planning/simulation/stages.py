@@ -213,7 +213,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     mini = min(actor.mini_batch_size or workload.samples, workload.samples)
     n_steps = -(-workload.samples // mini)
     each = -(-mini // world) * length  # tokens of a rank
-    micro = min(max(actor.max_tokens_per_micro_batch, length), each)  # the largest may be longer, and padded
+    micro = min(max(actor.micro_batch_tokens, length), each)  # the largest may be longer, and padded
     size = actor.copy_size(world)
     moved = 0.0 if size == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
     link = hardware.link if size <= world // nnodes else hardware.network

@@ -57,7 +57,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     config, workload, scale = layout.config, layout.workload(), _Scale.from_layout(layout)
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
-    chunk = config.actor.max_tokens_per_micro_batch * world / scale.weight if streams(layout) else None
+    chunk = config.actor.micro_batch_tokens * world / scale.weight if streams(layout) else None
     n_samples = scale.n_prompts * scale.n
     seen = factors.seen if config.plan.response_length == factors.response else ()
     return SimulatedRun(

@@ -45,7 +45,7 @@ def run_w1(context: Context, name: str) -> Run:
     words, prompt, response, batch = (512, 16, 16, 16) if small else (WORDS, PROMPT, RESPONSE, BATCH)
     path = context.scratch / "w1-models"
     if not (path / "prompts.jsonl").exists():
-        _make(path, SMALL if small else SHAPES, words, prompt, batch)
+        make_models(path, SMALL if small else SHAPES, words, prompt, batch)
     return run(
         context, name, "placement=single_gpu",
         f"model.path={path / 'student'}", f"teacher.model.path={path / 'teacher'}",
@@ -56,7 +56,9 @@ def run_w1(context: Context, name: str) -> Run:
     )  # fmt: skip
 
 
-def _make(path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: int, prompt: int, batch: int) -> None:
+def make_models(
+    path: Path, shapes: dict[str, tuple[int, int, int, int, int]], words: int, prompt: int, batch: int
+) -> None:
     """Models, a tokenizer of as many words, and prompts of as many words as they are to have tokens."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -113,7 +113,7 @@ def test_a_teacher_in_torch_is_near_the_measured_peak(
     weights = sum(p.nbytes for p in model.parameters())
     assert items["weights"] == weights
     planned_bytes = items["activations"] + items["results"]
-    assert 1.0 <= planned_bytes / (measured.peak - weights) <= 1.6  # at a temperature there is one copy more
+    assert 1.0 <= planned_bytes / (measured.peak - weights) <= 1.8  # at a temperature there is a second copy
 
 
 ONE_GPU = ("placement=single_gpu", "rollout.gpu_memory_utilization=0.5")

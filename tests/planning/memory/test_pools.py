@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gkd.planning.advice.advise import plan_sampler
+from gkd.planning.advice.advise import plan_sizes
 from gkd.planning.layout import engine_class
 from gkd.planning.memory.pools import cache_gb_of, concurrent_sequences, kv_bytes, pool_memory, slots_of
 from tests.error_text import contains_in_order
@@ -81,10 +81,12 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
     longer = layout_of(*large, "rollout.max_response_length=30000")  # at most, and nobody knows at mean
     assert slots_of(replace(longer, hardware=small.hardware), "rollout", longer.config.rollout) == 128
     config, models = s.config, s.models
-    planned = plan_sampler(config, models, {"actor": 80e9, "rollout": 12e9})
-    assert planned == {"rollout.max_num_seqs": held, "rollout.kv_cache_gb": None}
+    planned = plan_sizes(config, models, {"actor": 80e9, "rollout": 12e9})
+    assert planned == {
+        "rollout.max_num_seqs": held, "rollout.kv_cache_gb": None, "actor.max_tokens_per_micro_batch": 8192
+    }  # fmt: skip
     for sizes in (None, {"actor": 80e9}):  # on CPUs, and where the engines' GPUs say nothing of their memory
-        assert plan_sampler(config, models, sizes)["rollout.max_num_seqs"] == 128
+        assert plan_sizes(config, models, sizes)["rollout.max_num_seqs"] == 128
 
 
 def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
@@ -100,7 +102,7 @@ def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
     assert items["key-value cache"] == gb * 2**30
     assert sum(items.values()) == pytest.approx(sum(pool_memory(s, "rollout", engine).items.values()))
     assert concurrent_sequences(s, "rollout", planned) == slots_of(s, "rollout", planned) == 128
-    assert plan_sampler(s.config, s.models, {"rollout": 139e9})["rollout.kv_cache_gb"] == gb
+    assert plan_sizes(s.config, s.models, {"rollout": 139e9})["rollout.kv_cache_gb"] == gb
     assert cache_gb_of(s, "rollout", engine.model_copy(update={"kv_cache_gb": 30})) == 30
     small = engine.model_copy(update={"gpu_memory_utilization": 0.05})  # leaves less than that
     assert cache_gb_of(s, "rollout", small) is None
