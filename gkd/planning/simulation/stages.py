@@ -22,10 +22,13 @@ from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
-ENGINE_STEP_S = 0.004  # of vLLM's own work a step: 512 steps of 128 sequences of a 0.5B model took 2.46 s on an H200
+# What the host does for a step of vLLM's and for each of its sequences, beside the GPU, which works at the step before.
+# 512 steps of 128 sequences of a 0.5B model took 2.45 s on an H100 and 2.98 on another machine's H200, a third busy.
+ENGINE_STEP_S, ENGINE_SEQUENCE_S = 1.8e-3, 26e-6
 NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
 SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
 HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
+LOAD_LAYER_S = 3.5e-3  # of the host, for vLLM to load a layer's tensors: 24 layers took 0.09 s
 ADAPTER_TOKEN = 1.35  # a token's time where vLLM applies an adapter beside the weights: 1.33 to 1.39 were measured
 SWITCH_S = 0.02  # of an object store and an engine that stops and starts, measured with small models
 
@@ -158,8 +161,8 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     context = workload.prompt + workload.response / 2
     read = c * (shape.n_active if n < 4 else shape.n_parameters) + n * context * kv_bytes(shape, 1, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
-    own = ENGINE_STEP_S
-    step = own + max(read / reading, computed) + network_s(layout, shape, engine, n)
+    on_host = ENGINE_STEP_S + n * ENGINE_SEQUENCE_S
+    step = max(on_host, read / reading, computed) + network_s(layout, shape, engine, n)
     return step * (ADAPTER_TOKEN if layout.config.weights.adapter_only else 1.0)
 
 
@@ -262,7 +265,8 @@ def sync_s(layout: Layout, world: int) -> float:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _is_on_one_node(layout) else hardware.network
     sent = 0.0 if "rollout" in layout.config.groups_on_actor_gpus() else n_bytes / link
-    return SWITCH_S + gathered + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth) + sent
+    loaded = shape.n_layers * LOAD_LAYER_S + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth)
+    return SWITCH_S + gathered + loaded + sent
 
 
 def transfer_of(layout: Layout) -> str:
