@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from gkd.inference.torch_scorer import TorchScorer
 from gkd.planning.advice.advise import advise
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
 from gkd.planning.memory.actor import adapter_weights
-from gkd.planning.memory.colocation import all_memory
+from gkd.planning.memory.colocation import all_memory, needs_offload, with_micro_batch
 from tests.planning.tensor_bytes import TensorBytes
 
 FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.gpu_type=h100-80gb"]
@@ -159,3 +160,30 @@ def test_offloading_is_advised_where_it_is_ruled_out() -> None:
 def test_offloading_that_is_impossible(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(*ONE_GPU[:1], override, "cluster.offload=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (("model.size=0.5b",), 16384),
+        (("model.size=0.5b", "plan.gpu_type=rtx-4090"), None),  # no room
+        (("model.size=7b", "trainer.n_gpus_per_node=4"), None),
+        (("model.size=7b", "trainer.n_gpus_per_node=4", "actor.gradient_checkpointing=true"), 16384),
+        (("model.size=0.5b", "actor.max_tokens_per_micro_batch=300"), 300),
+        (("model.size=0.5b", "rollout.colocate_with=actor", "rollout.gpu_memory_utilization=0.65"), None),
+    ],
+)
+def test_a_gpu_with_room_has_larger_micro_batches(overrides: tuple[str, ...], tokens: int | None) -> None:
+    """A fifth is left free with them, and nothing is offloaded for them."""
+    config = compose(["+recipe=grpo", *FILES, "plan.gpu_type=h100-80gb", *overrides])
+    layout = Layout(config, models_of(config), gpu_hardware(config.plan))
+    decided = with_micro_batch(layout)
+    assert decided.actor.max_tokens_per_micro_batch == tokens
+    assert decided.actor.micro_batch_tokens == tokens or (tokens is None and decided.actor.micro_batch_tokens == 8192)
+    then = dataclasses.replace(layout, config=decided)
+    if tokens == 16384:
+        (memory,) = (group for group in all_memory(then) if group.group == "actor")
+        assert memory.margin >= 0.2 * memory.available
+    assert needs_offload(then) == needs_offload(layout)
+    on_cpu = dataclasses.replace(layout, hardware=cpu_hardware(config.plan))
+    assert with_micro_batch(on_cpu) is config
