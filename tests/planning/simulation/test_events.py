@@ -252,7 +252,7 @@ def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
     assert [round(group.total / 1e9, 1) for group in memory] == [73.3, 82.6]
     fastest = best_splits(layout_of(*WEIGHTS), 8)[0]
     assert fastest.gpus == {"actor": 3, "rollout": 1, "teacher": 4}
-    assert round(fastest.step.seconds) == 1172
+    assert round(fastest.step.seconds) == 1087
 
 
 def test_factors_scale_what_they_are_of() -> None:
