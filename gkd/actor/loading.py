@@ -38,21 +38,22 @@ def load_sharded(
     lora: Lora | None = None,
     offload: bool = False,
     compiled: Compile = lambda lm, packed: None,
+    most_copied: int = MOST_COPIED,
 ) -> Student:
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
 
-    A rank that is alone has nothing to share: its student is left whole (:class:`ComputeCopies`), unless it is large.
-    Otherwise the first rank alone reads the weights and broadcasts one tensor after the other; the others hold the
-    shards that they keep and one whole tensor at a time. ``compiled`` is given the model before it is sharded. With
-    ``lora.quantize`` every rank reads all of it, to its device: packed weights are whole on every rank. A collective.
-    Raises what :func:`load` raises.
+    A rank that is alone has nothing to share: its student is left whole (:class:`ComputeCopies`), unless that copies
+    more than ``most_copied`` numbers. Otherwise the first rank alone reads the weights and broadcasts one tensor after
+    the other; the others hold the shards that they keep and one whole tensor at a time. ``compiled`` is given the model
+    before it is sharded. With ``lora.quantize`` every rank reads all of it, to its device: packed weights are whole on
+    every rank. A collective. Raises what :func:`load` raises.
     """
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
         student.compilation = compiled(student.lm, student.is_packed)
         copies = ComputeCopies(student, dtype, packed_parameters(student))
-        if mesh.size() > 1 or offload or copies.n_numbers > MOST_COPIED:
+        if mesh.size() > 1 or offload or copies.n_numbers > most_copied:
             shard(student, mesh, dtype, offload)
             return student
         if not quantize:

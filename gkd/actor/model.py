@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -40,7 +39,7 @@ class Student(nn.Module):
         self.compilation: Compilation | None = None
         """How its layers are compiled."""
         self.copies: ComputeCopies | None = None
-        """What it computes with, where one rank holds it whole, and in another type than it computes in."""
+        """What it computes with, where one rank holds it whole, and its weights are of another type."""
 
     @property
     def is_packed(self) -> bool:
@@ -159,11 +158,10 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     Parameters, gradients and optimizer state stay in float32, with ``offload`` in the host's memory; computation is in
     ``compute_dtype``.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Inputs stay as they are, as without FSDP2: what the loss is worked out from, and what layers are given in float32
+    # by models that compute it so, such as rotary embeddings (OLMo) or the residual stream (Mamba).
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     whole = packed_parameters(student)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    for layer in decoder_layers(student.lm):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
-    # What the loss is worked out from comes along with the micro-batch, and stays in float32.
-    as_given = replace(policy, cast_forward_inputs=False)
-    fully_shard(student, mesh=mesh, mp_policy=as_given, offload_policy=place, ignored_params=whole)
+    for part in (*decoder_layers(student.lm), student):
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)

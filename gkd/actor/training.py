@@ -30,6 +30,7 @@ from gkd.algorithms.aggregation import Totals
 from gkd.cluster.workers.activity import record_activity
 from gkd.cluster.workers.group import fetch_samples
 from gkd.config import Algorithm, Config
+from gkd.config.actor import MICRO_BATCH_TOKENS
 from gkd.errors import OutOfMemory, RunFailed, UpdateFailed, one_line
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets, send
@@ -251,7 +252,7 @@ class RankTrainer:
         for part in self._micro_batches(samples):
             micro = collate([scored[i] for i in part], None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
             with self._compute_without_gradient():
-                log_q = self.student(micro, logprobs(micro, self.config))
+                log_q = self.student(micro, logprobs(micro, self.config, self._is_roomy))
             pieces = log_q.cpu().split([samples[i].n_sampled for i in part])
             by_place.update({samples[i].place: piece for i, piece in zip(part, pieces, strict=True)})
         return by_place
@@ -317,7 +318,7 @@ class RankTrainer:
             if micro.targets is not None:
                 check_targets(self._vocab_size, micro.targets)
             micro = micro.to(self.device)
-            evaluate = objective(micro, algorithm, self.config.rollout, self.config.actor.loss_chunk)
+            evaluate = objective(micro, algorithm, self.config.rollout, self.config.actor.loss_chunk, self._is_roomy)
             total, measured = self.student(micro, evaluate)
             if train:
                 # FSDP averages gradients over a copy's ranks; the weights are those of the batch of all of them.
@@ -335,6 +336,11 @@ class RankTrainer:
             for name, value in most.items():
                 largest[name] = torch.maximum(largest.get(name, value), value)
         return MetricSums(dict(losses), dict(sums), largest)
+
+    @property
+    def _is_roomy(self) -> bool:
+        """Whether there is memory to spare, as long as there was enough."""
+        return self.budget > MICRO_BATCH_TOKENS
 
     def _make_zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)

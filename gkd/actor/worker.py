@@ -80,6 +80,7 @@ class ActorWorker:
         student = load_sharded(
             self.model_path, copies.mesh, self.device, self.dtype,
             actor.gradient_checkpointing, actor.lora, actor.offload_weights, self._fuse,
+            actor.most_copied(self.device.type == "cpu"),
         )  # fmt: skip
         staging, optimizer = Staging(self.device, writes=copies.number == 0), adamw(student, actor)
         staging.set(AppliedUpdate(0))

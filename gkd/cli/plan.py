@@ -66,17 +66,15 @@ def make(
     from gkd.planning.advice.report import plan
     from gkd.planning.layout import Layout, models_of, nodes_of, require_lengths
     from gkd.planning.measured.factors import factors_of
-    from gkd.planning.memory.colocation import with_micro_batch
 
     config = _place_here(_compose(overrides), best is not None)
     models = models_of(config)
     require_lengths(config, models)
     layout = Layout(config, models, _hardware(config, best is not None), nodes_of(config))
-    layout = replace(layout, config=with_micro_batch(layout))
     factors = None
     if run is not None:
         factors = factors_of(run, layout)
-        layout = replace(layout, config=factors.lengths(layout.config))
+        layout = replace(layout, config=factors.lengths(config))
     return plan(layout, factors, best, by_memory)
 
 

@@ -16,9 +16,9 @@ Offloaded = Literal["optimizer", "weights"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 MICRO_BATCH_TOKENS = 8192
-MOST_COPIED = 2_000_000_000
-"""Numbers of which a rank that is alone has copies to compute with. With more of them a layer is so large that what
-FSDP2 does around it costs nothing beside it, and the copies would be gigabytes."""
+MOST_COPIED, LEAST_COPIED = 2_000_000_000, 200_000_000
+"""Numbers of which a rank that is alone has copies to compute with, where there is room for them and where there is
+none. With more of them a layer is so large that what FSDP2 does around it costs nothing beside it."""
 PACK_SIZES = 4
 """Of packs up to the budget, where layers are compiled: a few compilations, and at most a quarter of the last pack of a
 batch is padding."""
@@ -150,6 +150,15 @@ class Actor(Settings):
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch; where null was not decided, those that any GPU is to hold."""
         return self.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS
+
+    @property
+    def has_room(self) -> bool:
+        """Whether memory is spent on speed on GPUs: micro-batches are larger than any GPU is to hold."""
+        return self.micro_batch_tokens > MICRO_BATCH_TOKENS
+
+    def most_copied(self, on_cpu: bool) -> int:
+        """Return of how many numbers a rank that is alone has copies to compute with; FSDP2 holds a model with more."""
+        return MOST_COPIED if on_cpu or self.has_room else LEAST_COPIED
 
     @property
     def offloaded(self) -> Offloaded | None:

@@ -15,7 +15,7 @@ from gkd.cluster.health.queues import QueueFile
 from gkd.cluster.layout.assignment import print_table
 from gkd.cluster.session.connect import Session
 from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, place
-from gkd.config import Config, Engine
+from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.loading import dump_yaml
@@ -120,7 +120,7 @@ def _drive(
             finally:
                 timeline.write()
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"
-            _print_pace(config, output, run_log, requested.rollout, on_gpus)
+            _print_pace(config, output, run_log, requested, on_gpus)
             if stop.reason is not None:
                 progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
@@ -144,10 +144,10 @@ def _forget_after(saved: SavedCheckpoint, output: Path) -> int:
     return saved.state.step
 
 
-def _print_pace(config: Config, output: Path, log: RunLog, requested: Engine, on_gpus: bool) -> None:
+def _print_pace(config: Config, output: Path, log: RunLog, requested: Config, on_gpus: bool) -> None:
     """Print in one line where the time went, and which split of the GPUs would be faster, if steps were timed.
 
-    ``requested``: the rollout section as it was requested.
+    ``requested``: the configuration as it was requested.
     """
     if pace := log.timeline.summary():
         split = faster_split(config, output, requested) if on_gpus else CPU_SPLIT

@@ -78,9 +78,10 @@ def score_rows(
 
 def score_logits(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:
     """Score ``token_ids`` [n] by the logits [n, V] that predict them, which are overwritten; where these are."""
-    given = logits[:, : shape.rows]
+    logits = logits[:, : shape.rows]
+    ids = torch.topk(logits, shape.top_k).indices  # of the numbers as they came, half as many bytes in bfloat16
     # In float32, and the division too: bfloat16 logits would be rounded a second time.
-    logits = given.float()
+    logits = logits.float()
     if shape.temperature != 1.0:
         logits = logits / shape.temperature
     total = torch.logsumexp(logits, -1, keepdim=True)
@@ -88,7 +89,6 @@ def score_logits(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRo
     if shape.top_k == 0:
         none = tokens.new_empty((len(tokens), 0))
         return ScoredRows(tokens, none.int(), none, None)
-    ids = torch.topk(given, shape.top_k).indices  # of the numbers as they came, half as many bytes in bfloat16
     logprobs, tails = logits.gather(-1, ids) - total, None
     if shape.top_k < shape.rows:
         # The sum over the complement itself: 1 minus the sum of the K would be rounding where the tail is small.

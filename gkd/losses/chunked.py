@@ -56,24 +56,31 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 
 @torch.no_grad()
-def evaluate_in_chunks(hidden: Tensor, head: HeadFn, of: Callable[[Tensor, int], Values], chunk: int) -> Values:
+def evaluate_in_chunks(
+    hidden: Tensor, head: HeadFn, of: Callable[[Tensor, int], Values], chunk: int, roomy: bool = False
+) -> Values:
     """Evaluate ``of`` at N positions without gradients, ``chunk`` of them at a time; every value is [N].
 
     ``head`` turns hidden states [n, D] into logits [n, V]; ``hidden`` is [N, D]. ``of(logits, start)`` gives named
-    values [n] of the positions from ``start`` on. With N = 0 the head is called once with no rows.
+    values [n] of the positions from ``start`` on. With N = 0 the head is called once with no rows. ``roomy``: see
+    :meth:`gkd.losses.divergence.Divergence.block_rows`.
 
     Raises ValueError where ``chunk`` is not positive.
     """
     kept: Values = {}
     for start, rows in _chunks(hidden, chunk):
-        for first, block in _blocks(head(rows), start):
+        for first, block in _blocks(head(rows), start, roomy):
             _keep(kept, of(block, first), first, len(hidden))
     return kept
 
 
 @torch.no_grad()
 def differentiate_in_chunks(
-    hidden: Tensor, head: HeadFn, of: Callable[[Tensor, int], tuple[Tensor, Values]], chunk: int
+    hidden: Tensor,
+    head: HeadFn,
+    of: Callable[[Tensor, int], tuple[Tensor, Values]],
+    chunk: int,
+    roomy: bool = False,
 ) -> tuple[Values, Gradients]:
     """Evaluate a loss at N positions, and its gradient, ``chunk`` positions at a time.
 
@@ -95,7 +102,8 @@ def differentiate_in_chunks(
     for start, rows in _chunks(source, chunk):
 
         def differentiate(logits: Tensor, into: Tensor, start: int = start) -> None:
-            for (first, block), (_, place) in zip(_blocks(logits, start), _blocks(into, start), strict=True):
+            blocks, places = (_blocks(values, start, roomy) for values in (logits, into))
+            for (first, block), (_, place) in zip(blocks, places, strict=True):
                 with torch.enable_grad():
                     leaf = block.detach().requires_grad_()
                     share, values = of(leaf, first)
@@ -115,8 +123,8 @@ def _chunks(hidden: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
     return zip(starts, torch.split(hidden, chunk), strict=True)
 
 
-def _blocks(logits: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
-    rows = Divergence.block_rows(logits.shape[-1], logits.device.type == "cpu")
+def _blocks(logits: Tensor, start: int, roomy: bool) -> Iterator[tuple[int, Tensor]]:
+    rows = Divergence.block_rows(logits.shape[-1], logits.device.type == "cpu", roomy)
     starts = range(start, start + max(len(logits), 1), rows)
     return zip(starts, torch.split(logits, rows), strict=True)
 

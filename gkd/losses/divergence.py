@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 REVERSE_KL_MAX_STALENESS = 2
 """Updates that samples may be behind before reverse KL is known to lose accuracy (AsyncOPD, arXiv 2606.24143)."""
-BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 27
-"""Logits that a loss works on at a time: as many as a processor's cache holds, or keep a GPU busy."""
+BLOCK_CPU, BLOCK_GPU, BLOCK_ROOMY = 1 << 20, 1 << 25, 1 << 27
+"""Logits that a loss works on at a time: as many as a processor's cache holds, or take little of a GPU; or keep one
+busy for longer than the host takes for them."""
 
 
 class Divergence(ABC):
@@ -52,9 +53,13 @@ class Divergence(ABC):
         return None
 
     @staticmethod
-    def block_rows(vocabulary: int, on_cpu: bool) -> int:
-        """Return how many positions' logits are worked on at a time, whatever else is computed from them."""
-        return max(1, (BLOCK_CPU if on_cpu else BLOCK_GPU) // max(1, vocabulary))
+    def block_rows(vocabulary: int, on_cpu: bool, roomy: bool = False) -> int:
+        """Return how many positions' logits are worked on at a time, whatever else is computed from them.
+
+        ``roomy``: on a GPU with memory to spare (``actor.has_room``).
+        """
+        block = BLOCK_CPU if on_cpu else BLOCK_ROOMY if roomy else BLOCK_GPU
+        return max(1, block // max(1, vocabulary))
 
     @abstractmethod
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -29,12 +29,13 @@ class MicroBatchMetrics:
 Objective = Callable[[Tensor, HeadFn], tuple[Tensor, MicroBatchMetrics]]
 
 
-def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: int) -> Objective:
+def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: int, roomy: bool = False) -> Objective:
     """Return what the student minimises on ``micro``: the weighted sum of its tokens' losses.
 
-    The head sees ``chunk`` positions at a time. Distillation compares at ``algorithm.loss.temperature``, the supervised
-    loss is at temperature 1, and everything that looks at tokens that the student sampled is under the distribution
-    that they were sampled from, weighted by :mod:`gkd.losses.off_policy`.
+    The head sees ``chunk`` positions at a time; ``roomy``: what comes after it may take more memory. Distillation
+    compares at ``algorithm.loss.temperature``, the supervised loss is at temperature 1, and everything that looks at
+    tokens that the student sampled is under the distribution that they were sampled from, weighted by
+    :mod:`gkd.losses.off_policy`.
     """
     as_sampled = algorithm.distils and not algorithm.needs_policy and not rollout.is_plain
 
@@ -59,15 +60,15 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
     def evaluate(hidden: Tensor, head: HeadFn) -> tuple[Tensor, MicroBatchMetrics]:
         gradients = None
         if torch.is_grad_enabled():
-            share = _share(micro, algorithm, rollout, hidden, head, chunk)
+            share = _share(micro, algorithm, rollout, hidden, head, chunk, roomy)
 
             def with_share(logits: Tensor, start: int) -> tuple[Tensor, Values]:
                 values = values_at(logits, start)
                 return share(values, start), values
 
-            values, gradients = differentiate_in_chunks(hidden, head, with_share, chunk)
+            values, gradients = differentiate_in_chunks(hidden, head, with_share, chunk, roomy)
         else:
-            values = evaluate_in_chunks(hidden, head, values_at, chunk)
+            values = evaluate_in_chunks(hidden, head, values_at, chunk, roomy)
         with torch.no_grad():
             log_q = values.pop("token_logprobs")
             trainers = values.pop("as_sampled", log_q)
@@ -88,7 +89,7 @@ Share = Callable[[Values, int], Tensor]
 
 
 def _share(
-    micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Tensor, head: HeadFn, chunk: int
+    micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, hidden: Tensor, head: HeadFn, chunk: int, roomy: bool
 ) -> Share:
     """Return how values of some positions count in the loss while the others' are not known yet.
 
@@ -102,7 +103,7 @@ def _share(
         sampled = rollout if algorithm.needs_policy else None
         return {"token_logprobs": policy.token_logprobs(logits, start, micro, sampled)}
 
-    values = evaluate_in_chunks(hidden, head, logprobs_at, chunk)
+    values = evaluate_in_chunks(hidden, head, logprobs_at, chunk, roomy)
     zeros = torch.zeros_like(values["token_logprobs"])
     values |= {"entropy": zeros, "distill": zeros.clone(), "supervised": zeros.clone()}  # the loss is linear in these
     if not algorithm.cross_entropy_weight:
@@ -175,13 +176,14 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
     return losses, sums
 
 
-def logprobs(micro: MicroBatch, config: Config) -> Callable[[Tensor, HeadFn], Tensor]:
+def logprobs(micro: MicroBatch, config: Config, roomy: bool = False) -> Callable[[Tensor, HeadFn], Tensor]:
     """Return, in place of an objective, the response tokens' log-probabilities as they were sampled, [N]."""
 
     def values_at(logits: Tensor, start: int) -> Values:
         return {"logprobs": policy.token_logprobs(logits, start, micro, config.rollout)}
 
-    return lambda hidden, head: evaluate_in_chunks(hidden, head, values_at, config.actor.loss_chunk)["logprobs"]
+    chunk = config.actor.loss_chunk
+    return lambda hidden, head: evaluate_in_chunks(hidden, head, values_at, chunk, roomy)["logprobs"]
 
 
 def add_mismatch(measured: MicroBatchMetrics, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load, load_sharded
 from gkd.actor.model import Student, shard
 from gkd.actor.worker import ActorWorker
@@ -23,6 +24,8 @@ from gkd.config.device import Device
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from tests.actor import models
+from tests.actor.test_families import samples
+from tests.families import make
 from tests.losses.test_micro_batch import micro_batch
 
 
@@ -176,3 +179,20 @@ def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(
         results.append([loss, norm, *(p.grad for p in trained)])
     for alone, whole in zip(*results, strict=True):
         assert torch.equal(alone, whole.full_tensor() if isinstance(whole, DTensor) else whole)
+
+
+@pytest.mark.parametrize("family", ["olmo", "olmo2", "ernie4_5", "mamba", "mamba2"])
+def test_shards_compute_in_float32_what_the_model_does(mesh: DeviceMesh, family: str, tmp_path: Path) -> None:
+    """Rotary embeddings and residual streams that layers are given in float32, in models that compute in bfloat16."""
+    make(family, seed=0).save_pretrained(tmp_path)
+    micro = collate(samples(), None, [1.0] * 5, [0.0] * 5)
+    logits = []
+    for sharded in (False, True):
+        if sharded:
+            student = load(tmp_path)
+            shard(student, mesh, torch.bfloat16)
+        else:
+            student = load_sharded(str(tmp_path), mesh, torch.device("cpu"), torch.bfloat16)
+        with student.computing(), torch.no_grad():
+            logits.append(student(micro, lambda hidden, head: head(hidden)))
+    assert torch.equal(*logits)

@@ -1,7 +1,7 @@
 """Measures a divergence and its gradient at many positions: in one pass, and by autograd with the head recomputed.
 
     python tests/benchmarks/loss.py [--device cpu] [--positions 1024] [--vocabulary 128000] [--hidden 256]
-        [--top-k 64] [--rounds 3]
+        [--top-k 64] [--rounds 3] [--roomy]
 
 Every run is a process of its own, the ways in turn. Memory is what the process grew by at its peak, on a GPU what torch
 has allocated there. On a CPU all is float32; on a GPU hidden states and head are bfloat16, as the actor has them.
@@ -10,11 +10,13 @@ has allocated there. On a CPU all is float32; on a GPU hidden states and head ar
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=64, help="0: the whole vocabulary")
     parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--roomy", action="store_true", help="as an actor on a GPU with room")
     parser.add_argument("--losses", nargs="+", default=["reverse_kl", "jsd"], choices=list(LOSSES))
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -74,19 +77,23 @@ def _in_a_process(way: str, loss: str, options: argparse.Namespace) -> dict[str,
 
 
 def _run(way: str, loss: str, options: argparse.Namespace, sender: Any) -> None:
-    shape = Shape(options.positions, options.vocabulary, options.hidden, options.top_k, options.chunk)
+    shape = Shape(options.positions, options.vocabulary, options.hidden, options.top_k, options.chunk, options.roomy)
     sender.send(json.dumps(measure(way, loss, shape, torch.device(options.device))))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a measurement; ``top_k`` 0 is the whole vocabulary, ``chunk`` positions have logits at a time."""
+    """Sizes of a measurement; ``top_k`` 0 is the whole vocabulary, ``chunk`` positions have logits at a time.
+
+    ``roomy``: with as much memory as an actor on a GPU with room takes.
+    """
 
     positions: int
     vocabulary: int
     hidden: int = 256
     top_k: int = 64
     chunk: int = 1024
+    roomy: bool = False
 
 
 def measure(way: str, loss: str, shape: Shape, device: torch.device) -> dict[str, float]:
@@ -96,7 +103,8 @@ def measure(way: str, loss: str, shape: Shape, device: torch.device) -> dict[str
     """
     hidden, head, targets = _make(shape, device)
     settings = Loss(**LOSSES[loss])
-    run = {"autograd": _autograd, "one pass": _one_pass, "products alone": _products}[way]
+    one_pass = functools.partial(_one_pass, roomy=shape.roomy)
+    run: Callable[..., None] = {"autograd": _autograd, "one pass": one_pass, "products alone": _products}[way]
     if device.type == "cpu":
         run(*_small(hidden, head, targets), settings, 8)  # what is set up once
     else:
@@ -154,12 +162,14 @@ def _small(
     return hidden[:8].detach().requires_grad_(), torch.nn.Linear(hidden.shape[1], head.out_features), targets.rows(0, 8)
 
 
-def _one_pass(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
+def _one_pass(
+    hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int, roomy: bool
+) -> None:
     def of(logits: Tensor, start: int) -> tuple[Tensor, Values]:
         result = position_losses(logits, targets.rows(start, start + len(logits)), loss)
         return result.loss.sum(), {"loss": result.loss, **result.diagnostics()}
 
-    values, gradients = differentiate_in_chunks(hidden, head, of, chunk)
+    values, gradients = differentiate_in_chunks(hidden, head, of, chunk, roomy)
     gradients.attach_to(values["loss"].sum()).backward()
 
 

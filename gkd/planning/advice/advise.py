@@ -130,6 +130,7 @@ def advise_by_memory(layout: Layout, sizes_gb: Sequence[float]) -> list[tuple[fl
     rows = []
     for size in sizes_gb:
         other = replace(layout, hardware=replace(layout.hardware, memory=size * GB))
+        other = replace(other, config=with_micro_batch(other))
         rows.append((size, next(advise(other, "actor"), None), memory_of(other, "actor").fits))
     return rows
 

@@ -16,7 +16,7 @@ from gkd.planning.advice.advise import NOT_AHEAD, Advice, advise, advise_all, ad
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
 from gkd.planning.layout import Layout, with_settings
-from gkd.planning.memory.colocation import all_memory, needs_offload
+from gkd.planning.memory.colocation import all_memory, needs_offload, with_micro_batch
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Step
@@ -116,6 +116,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
     require_transfer(layout)
     if needs_offload(layout) and layout.config.schedule.max_staleness:
         layout = replace(layout, config=with_settings(layout.config, NOT_AHEAD))
+    requested, layout = layout, replace(layout, config=with_micro_batch(layout))
     memory = all_memory(layout)
     advice = {group.group: list(advise(layout, group.group)) for group in memory}
     scale = factors or Factors()
@@ -130,8 +131,8 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
         stages=stages,
         steps=steps,
         factors=factors,
-        splits=[] if best is None else best_splits(layout, best, factors=replace(scale, paces=())),
-        by_memory=advise_by_memory(layout, GPU_SIZES_GB) if by_memory else [],
+        splits=[] if best is None else best_splits(requested, best, factors=replace(scale, paces=())),
+        by_memory=advise_by_memory(requested, GPU_SIZES_GB) if by_memory else [],
     )
 
 

@@ -237,11 +237,11 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
     return Split(settings, {GROUP_OF[section]: size.pool.n_workers for section, size in mix.items()}, stages, step)
 
 
-def faster_split(config: Config, directory: Path, requested: Engine) -> str:
+def faster_split(config: Config, directory: Path, requested: Config) -> str:
     """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
 
     Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``requested``: the
-    rollout section as it was requested; what was planned of it is planned anew for another split.
+    configuration as it was requested; what was planned of it is planned anew for another split.
     """
     if config.hosts():
         return ""
@@ -251,7 +251,8 @@ def faster_split(config: Config, directory: Path, requested: Engine) -> str:
         factors = factors_of(str(directory), layout)
         layout = replace(layout, config=factors.lengths(config))
         now = simulate_layout(layout, staleness, factors).seconds
-        planned = {f"rollout.{name}": getattr(requested, name) for name in ("max_num_seqs", "kv_cache_gb")}
+        planned = {f"rollout.{name}": getattr(requested.rollout, name) for name in ("max_num_seqs", "kv_cache_gb")}
+        planned["actor.max_tokens_per_micro_batch"] = requested.actor.max_tokens_per_micro_batch
         replanned = replace(layout, config=with_settings(layout.config, planned))
         best = best_splits(replanned, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:

@@ -96,10 +96,11 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     # Gradients of a layer's feed-forward part (both factors of the product) and of the residual stream.
     working = stream + recomputed + c * (2 * shape.widest_mlp + shape.hidden) * micro.tokens
     quantized = lora.quantize is not None
-    reduced = (c + F32) * shape.largest_layer if training.sharded and lora.r is None else 0
+    reduced = 0.0 if lora.r is not None else float((c + F32 if training.sharded else c) * shape.largest_layer)
     # The present one and the next; of 4-bit ones a matrix at a time.
     layers = float(c * shape.largest_weight if quantized else 2 * c * shape.largest_layer if training.sharded else 0)
-    held = c * shape.head if head_gradient and (shape.tied or training.sharded or micro.alone) else 0
+    held = 0 if head_gradient == 0 or not (shape.tied or training.sharded or micro.alone) else shape.head
+    held *= c if shape.tied or training.sharded else F32  # the weight's own, and no gradient was there before
     return {
         "loss": forward | {"logits": logits + rows, "gradients in flight": head_gradient},
         "layers, backward": forward | {
@@ -166,8 +167,10 @@ def copied_numbers(shape: ModelShape, training: Training) -> float:
     if training.compute == F32:
         return 0.0
     adapters = sum(count * w.size for count, w in adapter_weights(shape, training.lora))
-    frozen = training.lora.r is not None and not training.on_cpu  # in the compute type themselves
-    return adapters + (0 if frozen else shape.shard_size(1))
+    if training.lora.r is not None and not training.on_cpu:  # what is under them is in the compute type itself
+        return adapters
+    linear = (kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear)
+    return adapters + shape.shard_size(1) - (sum(linear) if training.lora.quantize is not None else 0)
 
 
 def _root_gradient(shape: ModelShape, training: Training) -> float:
@@ -273,7 +276,7 @@ def logit_bytes(config: Config, vocabulary: int, chunk: int, c: int, on_cpu: boo
     The logits, which their gradient replaces, are of the compute type; in bfloat16 a block of them is there once more,
     converted to float32.
     """
-    block = min(chunk, config.algorithm.loss.selected_class.block_rows(vocabulary, on_cpu))
+    block = min(chunk, config.algorithm.loss.selected_class.block_rows(vocabulary, on_cpu, config.actor.has_room))
     copies = logit_copies(config, vocabulary, on_cpu) + (c < F32)
     return float(vocabulary * (chunk * c + block * copies * F32))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import Engine, Pool, Scorer
-from gkd.config.actor import MOST_COPIED, pack_size
+from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, EngineLoad
 from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import (
@@ -93,7 +93,8 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
     size = actor.copy_size(world)
     training = Training(layout.config, size, layout.compute_bytes, is_cpu, sharded=False)
-    if size > 1 or (actor.offload_weights and not is_cpu) or copied_numbers(shape, training) > MOST_COPIED:
+    alone = size == 1 and (is_cpu or not actor.offload_weights)
+    if not alone or copied_numbers(shape, training) > actor.most_copied(is_cpu):
         training = replace(training, sharded=True)
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gkd.cluster.layout.nodes import Node, group_requests, solve
-from gkd.config import Config, Rollout
+from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.advice import splits as advice
@@ -180,26 +180,26 @@ def written(directory: Path, update: float) -> Config:
 
 def test_a_group_that_sets_the_pace_would_get_gpus_of_the_others(tmp_path: Path) -> None:
     config = written(tmp_path, update=60.0)
-    text = faster_split(config, tmp_path, Rollout())
+    text = faster_split(config, tmp_path, Config())
     assert "gkd plan" in text
     overrides = text.partition(" s: ")[2].split()
     pasted = layout_of(*RUN, *overrides).config
     assert pasted.trainer.n_workers > 2
     assert sum(pool.n_workers for _, pool in pasted.pools()) <= 8
-    again = faster_split(pasted.model_copy(), tmp_path, Rollout())
+    again = faster_split(pasted.model_copy(), tmp_path, Config())
     assert " s: " not in again and re.search(r"\b8 GPUs\b", again)
 
 
 def test_what_cannot_be_known_is_said_and_shared_gpus_are_left_as_they_are(tmp_path: Path) -> None:
     config = written(tmp_path, update=6.0)
     (tmp_path / "metrics.jsonl").write_text("")
-    assert faster_split(config, tmp_path, Rollout()).rpartition(": ")[2].startswith("metrics.jsonl ")
-    assert faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path, Rollout()) == ""
+    assert faster_split(config, tmp_path, Config()).rpartition(": ")[2].startswith("metrics.jsonl ")
+    assert faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path, Config()) == ""
 
 
 @pytest.mark.parametrize("update", [4.0, 60.0])
 def test_the_present_step_is_the_measured_one(tmp_path: Path, update: float) -> None:
     """Streaming hides some of both, so it is between the longer and the sum."""
-    text = faster_split(written(tmp_path, update), tmp_path, Rollout())
+    text = faster_split(written(tmp_path, update), tmp_path, Config())
     now = float(text.partition("(")[2].partition(" s a step")[0])
     assert max(10.0, update) < now < 10.0 + update + 2

@@ -127,7 +127,7 @@ def test_the_copies_of_a_block_are_counted(name: str, k: int) -> None:
     assert tensors.peak - target_bytes == pytest.approx(logit_bytes(run, vocabulary, chunk, 4), rel=0.08)
 
 
-def test_a_nucleus_takes_gigabytes_of_a_gpu() -> None:
+def test_a_nucleus_takes_a_gigabyte_of_a_gpu() -> None:
     """Six more copies of a block."""
     overrides = ("+recipe=grpo", "model.size=1.5b", "actor.loss_chunk=1024", "plan.gpu_type=h200")
     plain, nucleus = (memory_of(layout_of(*overrides, f"rollout.top_p={p}"), "actor").items for p in (1, 0.9))
