@@ -45,7 +45,7 @@ class ComputeCopies:
         for weight, value in zip(weights, values, strict=True):
             copy = nn.Parameter(value, weight.requires_grad)
             if weight.requires_grad:
-                copy.register_post_accumulate_grad_hook(_add_to(weight))
+                copy.register_post_accumulate_grad_hook(_add_to(weight))  # type: ignore[no-untyped-call]
             self._put(weight, copy)
         try:
             yield
