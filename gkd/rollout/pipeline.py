@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config import Config
+from gkd.data.layouts import template_variables
 from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import describe_error, one_line
 from gkd.inference.requests import RateRequest, ScoreRequest
@@ -222,8 +223,8 @@ def with_prompt(sample: Sample, prompt_ids: Int32) -> tuple[Int32, Spans]:
 def reward_model_ids(prompt: Prompt, response_ids: Int32, response: str, tokenizer: Any, same_tokenizer: bool) -> Int32:
     """Return what the reward model reads: the student's tokens where it has its tokenizer, else the text anew.
 
-    The text goes through the model's chat template if it has one, the prompt as the user's message where the data gave
-    no messages.
+    The text goes through the model's chat template if it has one, with the row's tools, the prompt as the user's
+    message where the data gave no messages.
     """
     if same_tokenizer:
         return np.concatenate([prompt.token_ids, response_ids])
@@ -232,7 +233,8 @@ def reward_model_ids(prompt: Prompt, response_ids: Int32, response: str, tokeniz
     else:
         messages = [*(prompt.messages or [{"role": "user", "content": prompt.text}])]
         messages.append({"role": "assistant", "content": response})
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        variables = template_variables({}, prompt.tools)
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **variables)["input_ids"]
     return np.asarray(ids, dtype=np.int32)
 
 

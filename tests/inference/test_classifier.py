@@ -100,3 +100,9 @@ def test_what_is_put_before_it() -> None:
     chat_prompt = Prompt(0, ids, "", messages=({"role": "system", "content": "d"}, {"role": "user", "content": "a"}))
     chat_ids = plain("<system> d <user> a <assistant> c")["input_ids"]
     assert reward_model_ids(chat_prompt, ids, "c", chat, False).tolist() == chat_ids
+    with_tools = word_tokenizer(template="{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + TEMPLATE)
+    tools = ({"name": "b"}, {"name": "c"})
+    for given, before in ((tools, "b c "), ((), "")):
+        called = Prompt(0, ids, "", messages=chat_prompt.messages, tools=given)
+        expected = plain(f"{before}<system> d <user> a <assistant> c")["input_ids"]
+        assert reward_model_ids(called, ids, "c", with_tools, False).tolist() == expected
