@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import socket
 import sys
 from dataclasses import replace
@@ -80,6 +81,22 @@ def test_two_builds_of_vllm_and_an_idle_gpu(installed) -> None:
     assert any("both installed" in f.observation for f in of_level(packages.check_packages(), "failed"))
     assert [f.level for f in packages.check_build(2)] == ["warning"]
     assert [f.level for f in packages.check_build(0)] == ["warning"]
+
+
+def test_packages_that_every_process_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "large_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "LARGE", ("large_package", "not_installed"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert [finding.level for finding in packages.check_bytecode()] == ["ok"]  # the first import will write it
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (finding,) = packages.check_bytecode()
+    assert finding.level == "warning" and "large_package" in finding.observation
+    assert finding.do == f"{sys.executable} -m compileall -q {tmp_path}"
+    compileall.compile_dir(tmp_path, quiet=1)
+    assert [finding.level for finding in packages.check_bytecode()] == ["ok"]
 
 
 def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def _findings(address: str | None) -> Iterator[Finding]:
     yield from packages.check_python()
     yield from packages.check_packages()
     yield from packages.check_build(n_gpus)
+    yield from packages.check_bytecode()
     yield from about_gpus
     yield from devices.check_compiler(gpus)
     yield from devices.check_mps(gpus)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 INSTALL = "./launch/quickstart.sh installs it into .venv; then use .venv/bin/python"
+LARGE = ("ray", "torch", "transformers", "vllm")
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # what vLLM brings along
 
 
@@ -101,6 +104,39 @@ def check_build(n_gpus: int) -> Iterator[Finding]:
             "the CUDA build of vLLM on a machine without a GPU: no engine starts",
             _advise_fresh_install("cpu"),
         )
+
+
+def check_bytecode() -> Iterator[Finding]:
+    """Check whether large packages have bytecode, or get it when they are first imported.
+
+    uv installs them without, and images often keep Python from writing any: every process then compiles them anew.
+    """
+    sources = {name: file for name in LARGE if (file := _find_package(name)) is not None}
+    files = {name: Path(cache_from_source(str(source))) for name, source in sources.items()}
+    lacking = [name for name, file in files.items() if not file.is_file()]
+    kept = [name for name in lacking if sys.dont_write_bytecode or not _is_writable(files[name].parent)]
+    if kept:
+        reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directories are read-only"
+        folders = " ".join(sorted({str(sources[name].parent.parent) for name in kept}))
+        yield warn(
+            "bytecode",
+            f"{', '.join(kept)} have none and {reason}: every process of every run compiles them anew, which can "
+            "double the time until the first step",
+            f"{sys.executable} -m compileall -q {folders}",
+        )
+    else:
+        yield confirm("bytecode", "large packages have it, or get it with their first import")
+
+
+def _find_package(name: str) -> Path | None:
+    """Return the file that an import of a package begins with, without importing anything."""
+    files = (Path(folder, name, "__init__.py") for folder in sys.path)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _is_writable(directory: Path) -> bool:
+    """Return whether files can be made in a directory, which need not be there itself."""
+    return os.access(directory if directory.is_dir() else directory.parent, os.W_OK)
 
 
 def _advise_fresh_install(device: str = "") -> str:
