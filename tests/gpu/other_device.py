@@ -278,6 +278,8 @@ def set_up() -> None:
     join, mesh = dist.init_process_group, dist.device_mesh.init_device_mesh
     dist.init_process_group = lambda backend, **more: join(backend.replace("cuda:nccl", f"{NAME}:gloo"), **more)
     dist.device_mesh.init_device_mesh = lambda kind, *more, **names: mesh(kind.replace("cuda", NAME), *more, **names)
+    # A model that is moved keeps its parameters, as between the host and CUDA: the optimizer has them.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     # Wrapped tensors have no memory of their own: FSDP2 cannot give it back, nor exchange a tensor of the host for one.
     _fsdp_param.free_storage = _fsdp_param.alloc_storage = lambda _: None
     _fsdp_init._move_states_to_device = lambda *_: None
