@@ -192,15 +192,16 @@ def test_all_but_the_last_two_fit_into_its_time_on_one_gpu() -> None:
 
 def test_rehearsed_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "RESULTS", tmp_path / "results")
-    names = ["attention", "ipc", "assignment", "mps"]
+    names = ["attention", "ipc", "assignment", "update_profile", "mps"]
     assert acceptance._main(["--rehearse", "--only", *names, "--json", str(tmp_path / "out")]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert printed == [json.loads(line) for line in (tmp_path / "out" / "acceptance.jsonl").read_text().splitlines()]
-    attention, ipc, done, skipped = printed
+    attention, ipc, done, profiled, skipped = printed
     rows = [(row["name"], row["ok"], row["rehearsal"]) for row in printed]
     assert rows == [(name, name != "mps" or None, True) for name in names]
     assert len(attention["figures"]) == 6 and all(1e-4 < figure < 2e-2 for figure in attention["figures"].values())
     assert ipc["figures"]["pushes"] == 4 and ipc["figures"]["memory_grown_gib"] == 0
+    assert all(profiled["figures"][name] > 0 for name in ("update_128_s", "update_64_s", "score_s", "loss_roomy_ms"))
     assert done["figures"]["uuids"][0].startswith("SIM-")
     assert {"python", "torch", "ray"} <= done["versions"].keys()
     assert skipped["failed"] == "needs a GPU"

@@ -50,6 +50,6 @@ CHECKS = (
     Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2),
     Check("shards", "tests.gpu.checks.runs:shards", 120, 300, n_gpus=2),
     Check("update_profile", "tests.gpu.checks.profile:update_and_score", 50, 120, on_request=True),
-    Check("sampling_profile", "tests.gpu.checks.profile:sampling", 65, 150, on_request=True),
+    Check("sampling_profile", "tests.gpu.checks.profile:sampling", 110, 200, on_request=True),
     Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, on_request=True),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import cProfile
 import datetime
+import functools
 import io
 import os
 import pstats
@@ -43,13 +44,12 @@ def update_and_score(context: Context) -> None:
 
 
 def sampling(context: Context) -> None:
-    """A batch of responses by vLLM, as the rollout group has it; then once more under a profiler of the host."""
+    """A batch of responses by vLLM, with either executor; then once more under a profiler of the host."""
     from gkd.cluster.workers.environment import environment
     from gkd.config import Rollout
     from gkd.data.model_info import ModelInfo
+    from gkd.inference import vllm_sampler
     from gkd.inference.engine import EngineSpec
-    from gkd.inference.vllm_sampler import VLLMSampler
-    from gkd.types import Prompt, SampleRequest, Sampling
 
     path, sizes = _models(context), _sizes(context)
     device: Any = "cpu" if context.rehearsal else "cuda"
@@ -59,31 +59,46 @@ def sampling(context: Context) -> None:
         "rollout", str(path / "student"), ModelInfo(sizes.words, 4096, [], sizes.words), settings, device,
         "float32" if context.rehearsal else "bfloat16", max_length=sizes.prompt + sizes.response,
     )  # fmt: skip
-    began = time.monotonic()
-    engine = VLLMSampler(spec)
-    context.note(start_s=time.monotonic() - began)
-    prompts = [ids[: sizes.prompt] for ids in _token_ids(sizes)]
+    usual = vllm_sampler.engine_arguments
+    for executor in ("uni", "mp"):  # in one process, as the engines of one GPU are, and with the GPU's part in another
+        arguments = functools.partial(_with_executor, usual, executor)
+        vllm_sampler.engine_arguments = arguments  # type: ignore[assignment]
+        began = time.monotonic()
+        engine = vllm_sampler.VLLMSampler(spec)
+        context.note({f"{executor}_start_s": time.monotonic() - began})
+        try:
+            _note_sampling(
+                context, executor, engine, [ids[: sizes.prompt] for ids in _token_ids(sizes)], sizes.response
+            )
+        finally:
+            engine.close()
+
+
+def _with_executor(usual: Callable[..., dict[str, Any]], executor: str, *args: Any, **further: Any) -> dict[str, Any]:
+    return {**usual(*args, **further), "distributed_executor_backend": executor}
+
+
+def _note_sampling(context: Context, executor: str, engine: Any, prompts: list[Any], response: int) -> None:
+    from gkd.types import Prompt, SampleRequest, Sampling
 
     def sample() -> None:
         for i, ids in enumerate(prompts):
-            engine.add(i, SampleRequest(Prompt(i, ids, ""), 0, i, Sampling(sizes.response)))
+            engine.add(i, SampleRequest(Prompt(i, ids, ""), 0, i, Sampling(response)))
         while engine.has_unfinished_requests():
             engine.step()
 
-    try:
-        times = []
-        for _ in range(ROUNDS):
-            began, passes = time.monotonic(), engine.forward_passes
-            sample()
-            times.append(time.monotonic() - began)
-            context.note(sample_s=times, ms_a_pass=1e3 * times[-1] / (engine.forward_passes - passes))
-        profiler, text = cProfile.Profile(), io.StringIO()
-        profiler.runcall(sample)
-        for order in ("tottime", "cumtime"):
-            pstats.Stats(profiler, stream=text).sort_stats(order).print_stats(2 * ROWS)
-        print(text.getvalue())
-    finally:
-        engine.close()
+    times = []
+    for _ in range(ROUNDS):
+        began, passes = time.monotonic(), engine.forward_passes
+        sample()
+        times.append(time.monotonic() - began)
+        ms = 1e3 * times[-1] / (engine.forward_passes - passes)
+        context.note({f"{executor}_sample_s": times, f"{executor}_ms_a_pass": ms})
+    profiler, text = cProfile.Profile(), io.StringIO()
+    profiler.runcall(sample)
+    for order in ("tottime", "cumtime"):
+        pstats.Stats(profiler, stream=text).sort_stats(order).print_stats(2 * ROWS)
+    print(executor, text.getvalue())
 
 
 class _Sizes:
