@@ -30,7 +30,7 @@ from gkd.algorithms.aggregation import Totals
 from gkd.cluster.workers.activity import record_activity
 from gkd.cluster.workers.group import fetch_samples
 from gkd.config import Algorithm, Config
-from gkd.config.actor import MICRO_BATCH_TOKENS
+from gkd.config.actor import has_room
 from gkd.errors import OutOfMemory, RunFailed, UpdateFailed, one_line
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets, send
@@ -340,7 +340,7 @@ class RankTrainer:
     @property
     def _is_roomy(self) -> bool:
         """Whether there is memory to spare, as long as there was enough."""
-        return self.budget > MICRO_BATCH_TOKENS
+        return has_room(self.budget)
 
     def _make_zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)

@@ -24,6 +24,11 @@ PACK_SIZES = 4
 batch is padding."""
 
 
+def has_room(tokens: int) -> bool:
+    """Return whether micro-batches of so many tokens are larger than any GPU is to hold: memory is there for speed."""
+    return tokens > MICRO_BATCH_TOKENS
+
+
 def pack_size(n_tokens: int, budget: int) -> int:
     """Return the least multiple of a quarter of ``budget``, rounded up, that ``n_tokens`` fit in."""
     return math.ceil(max(1, math.ceil(n_tokens * PACK_SIZES / budget)) * budget / PACK_SIZES)
@@ -153,8 +158,8 @@ class Actor(Settings):
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is spent on speed on GPUs: micro-batches are larger than any GPU is to hold."""
-        return self.micro_batch_tokens > MICRO_BATCH_TOKENS
+        """Whether GPUs have memory to spare for speed."""
+        return has_room(self.micro_batch_tokens)
 
     def most_copied(self, on_cpu: bool) -> int:
         """Return of how many numbers a rank that is alone has copies to compute with; FSDP2 holds a model with more."""

@@ -18,7 +18,7 @@ from gkd.actor.collate import collate
 from gkd.actor.loading import load, load_sharded
 from gkd.actor.model import Student, shard
 from gkd.actor.worker import ActorWorker
-from gkd.config import Algorithm, Lora, Rollout
+from gkd.config import Actor, Algorithm, Lora, Rollout
 from gkd.config.compose import compose
 from gkd.config.device import Device
 from gkd.losses.micro_batch import MicroBatch
@@ -149,6 +149,16 @@ def test_a_rank_alone_is_sharded_for_offloading_alone(
     student = load_sharded(str(path), mesh, torch.device("cpu"), dtype, offload=offload)
     assert isinstance(student, FSDPModule) == offload
     assert (student.copies is not None) == (dtype != torch.float32 and not offload)
+
+
+def test_a_rank_alone_is_sharded_rather_than_copy_more_than_there_is_room_for(mesh: DeviceMesh, path: Path) -> None:
+    numbers = sum(parameter.numel() for parameter in load(path).parameters())
+    for most, sharded in ((numbers, False), (numbers - 1, True)):
+        student = load_sharded(str(path), mesh, torch.device("cpu"), torch.bfloat16, most_copied=most)
+        assert isinstance(student, FSDPModule) == sharded
+        assert (student.copies is None) == sharded
+    tight, roomy = (Actor(max_tokens_per_micro_batch=tokens) for tokens in (8192, 8193))
+    assert tight.most_copied(on_cpu=False) < roomy.most_copied(on_cpu=False) == tight.most_copied(on_cpu=True)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(r=2, target_modules=["q_proj", "down_proj"])])

@@ -19,6 +19,7 @@ from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
 from gkd.config.compose import compose
 from gkd.losses import micro_batch
+from gkd.losses.divergence import Divergence
 from gkd.modeling import attention
 from gkd.types import VersionSpan
 from tests.actor import models
@@ -152,3 +153,29 @@ def test_what_goes_to_a_gpu_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(targets, "MOST_PINNED", tensors[0].nbytes - 1)
     micro_batch.send(tensors[0].as_subclass(Host), torch.device("cuda"))
     assert not calls[-1][0]
+
+
+def test_the_loss_takes_more_memory_as_long_as_micro_batches_are_large(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until memory ran out, and micro-batches became as small as any GPU holds."""
+    config = compose(["+recipe=on_policy_distill", "actor.max_tokens_per_micro_batch=16384"])
+    models.make("llama").save_pretrained(tmp_path)
+    student = load(tmp_path)
+    trainer = RankTrainer(student, adamw(student, config.actor), Staging(CPU), config, 0, 1, CPU)
+    scored = models.scored(2, models.VOCAB)
+    samples = [models.on_driver("ref", i, one) for i, one in enumerate(scored)]
+    monkeypatch.setattr(training, "fetch_samples", lambda *_: scored)
+    seen: list[bool] = []
+
+    def block_rows(vocabulary: int, on_cpu: bool, roomy: bool = False) -> int:
+        seen.append(roomy)
+        return 8
+
+    monkeypatch.setattr(Divergence, "block_rows", staticmethod(block_rows))
+    for budget, roomy in ((16384, True), (8192, False)):
+        trainer.set_token_budget(budget)
+        seen.clear()
+        trainer.compute_logprobs(samples, old=True, reference=False)
+        trainer.update(samples, [1.0, 1.0], 10, 1)
+        assert set(seen) == {roomy}

@@ -180,9 +180,11 @@ def _rank(rank: int, port: int, device: Device, directory: Path, overrides: Sequ
 
 def _wait_for(file: Path) -> None:
     deadline = time.monotonic() + 60
-    while not file.exists() and time.monotonic() < deadline:
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{file.name} was not there within a minute")
         time.sleep(0.02)
-    time.sleep(0.2)
+    time.sleep(0.2)  # until that rank has ended
 
 
 def notices() -> bool:

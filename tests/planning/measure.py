@@ -61,8 +61,9 @@ def peak_of_update(
         tensors.count([*student.parameters(), *student.buffers()])
         for _ in range(n_updates):
             optimizer.zero_grad(set_to_none=True)
-            for part in pack(lengths, run.actor.micro_batch_tokens):
-                _accumulate([scored[i] for i in part], student, run, n)
+            with student.computing():
+                for part in pack(lengths, run.actor.micro_batch_tokens):
+                    _accumulate([scored[i] for i in part], student, run, n)
             torch.nn.utils.clip_grad_norm_(student.parameters(), run.actor.grad_clip)
             optimizer.step()
     return tensors.peak

@@ -135,8 +135,9 @@ def _find_package(name: str) -> Path | None:
 
 
 def _is_writable(directory: Path) -> bool:
-    """Return whether files can be made in a directory, which need not be there itself."""
-    return os.access(directory if directory.is_dir() else directory.parent, os.W_OK)
+    """Return whether files can be made in a directory, which may have to be made first."""
+    there = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+    return os.access(there, os.W_OK)
 
 
 def _advise_fresh_install(device: str = "") -> str:

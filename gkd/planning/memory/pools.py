@@ -93,8 +93,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
     size = actor.copy_size(world)
     training = Training(layout.config, size, layout.compute_bytes, is_cpu, sharded=False)
-    alone = size == 1 and (is_cpu or not actor.offload_weights)
-    if not alone or copied_numbers(shape, training) > actor.most_copied(is_cpu):
+    if size > 1 or actor.offload_weights or copied_numbers(shape, training) > actor.most_copied(is_cpu):
         training = replace(training, sharded=True)
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)

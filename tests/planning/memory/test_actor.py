@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from gkd.actor.collate import collate
+from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.model import shard
 from gkd.config import Config, load
 from gkd.losses.divergence import BLOCK_GPU
@@ -169,6 +170,30 @@ def test_the_same_under_fsdp(mesh: DeviceMesh, name: str, r: int | None, checkpo
     scored = samples([LENGTH] * N, RESPONSE, model.vocab_size, None)
     measured = peak_of_update(student, run, scored, resizing=True)
     assert estimate(model, run, tokens, None, sharded=True) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("tokens", [2 * LENGTH, N * LENGTH])
+@pytest.mark.parametrize(
+    ("name", "r", "checkpointing"),
+    [("llama", None, False), ("qwen3", None, True), ("qwen2 tied", None, True), ("qwen2 tied", 8, False)],
+)
+def test_the_same_with_copies_in_bfloat16(name: str, r: int | None, checkpointing: bool, tokens: int) -> None:
+    """Of a rank that holds all of the student, and all that is under an adapter in float32, as on a CPU."""
+    run = run_of(
+        GRPO,
+        max_tokens_per_micro_batch=tokens,
+        gradient_checkpointing=checkpointing,
+        loss_chunk=128,
+        lora={"r": r},
+    )
+    model = MODELS[name]
+    student = student_of(model, run)
+    student.copies = ComputeCopies(student, torch.bfloat16)
+    measured = peak_of_update(student, run, samples([LENGTH] * N, RESPONSE, model.vocab_size, None))
+    micro = MicroBatchSize(tokens, tokens * RESPONSE // LENGTH, 0, alone=tokens == N * LENGTH)
+    planned = peak_items(shape_of(model.to_dict()), Training(run, 1, 2, sharded=False), micro)
+    assert planned["gathered weights"] == 2 * student.copies.n_numbers
+    assert sum(planned.values()) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -187,3 +187,11 @@ def test_a_gpu_with_room_has_larger_micro_batches(overrides: tuple[str, ...], to
     assert needs_offload(then) == needs_offload(layout)
     on_cpu = dataclasses.replace(layout, hardware=cpu_hardware(config.plan))
     assert with_micro_batch(on_cpu) is config
+
+
+def test_room_is_also_for_copies_and_for_larger_blocks_of_the_loss() -> None:
+    tight, roomy = (planned("model.size=0.5b", f"actor.max_tokens_per_micro_batch={n}")["actor"] for n in (8192, 8193))
+    shape = models_of(compose(["+recipe=grpo", "model.size=0.5b", *FILES])).student
+    assert roomy.items["gathered weights"] == 2 * shape.n_parameters
+    assert tight.items["gathered weights"] < roomy.items["gathered weights"]
+    assert roomy.items["logits"] > 2 * tight.items["logits"]
