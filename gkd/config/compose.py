@@ -63,10 +63,10 @@ def compose(overrides: Sequence[str]) -> Config:
             (above if over_file else below)[group] = _choice_text(override.value())
     values = [override for override in parsed if override.key_or_group not in groups()]
     _drop_own_of_replaced(stored, values)
+    layers = [layer for layer in (stored, _compose_groups(**above)) if layer]
 
     def compose_with(**task: str) -> Config:
-        composed = _compose_groups(**{"placement": "auto", **below, **task})
-        return load(_tree([composed, stored, _compose_groups(**above)], values))
+        return load(_tree([_compose_base(**{"placement": "auto", **below, **task}), *layers], values))
 
     config = compose_with()
     if config.uses_task and "task" not in below:
@@ -84,6 +84,14 @@ def compose_run(overrides: Sequence[str]) -> Config:
     if config.evaluates or config.evaluate.sets:
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     return config
+
+
+@cache
+def _compose_base(**choices: str) -> DictConfig:
+    """Return what the files of these groups set above :data:`BASE`."""
+    composed = OmegaConf.merge(BASE, _compose_groups(**choices))
+    assert isinstance(composed, DictConfig)
+    return composed
 
 
 @cache
@@ -130,7 +138,7 @@ def _with_text_names(value: Any) -> Any:
 def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> dict[str, Any]:
     """Merge ``layers``, each above the one before, and then ``values``, into a tree without interpolations."""
     try:
-        tree = OmegaConf.merge(BASE, *layers)
+        tree = OmegaConf.merge(*layers)
         for override in values:
             key = override.key_or_group
             if override.is_delete():
