@@ -51,5 +51,6 @@ CHECKS = (
     Check("shards", "tests.gpu.checks.runs:shards", 120, 300, n_gpus=2),
     Check("update_profile", "tests.gpu.checks.profile:update_and_score", 50, 120, on_request=True),
     Check("sampling_profile", "tests.gpu.checks.profile:sampling", 110, 200, on_request=True),
+    Check("w1_ahead", "tests.gpu.checks.w1:ahead", 130, 240, on_request=True),
     Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, on_request=True),
 )

@@ -39,7 +39,20 @@ def against_trl(context: Context) -> None:
     require(actor < TRL_PEAK_GIB, f"{actor:.1f} GiB in the actor, TRL has {TRL_PEAK_GIB}")
 
 
-def run_w1(context: Context, name: str) -> Run:
+def ahead(context: Context) -> None:
+    """Seconds a step where the next batch is sampled while the last one is scored and trained, on the same GPU."""
+    result = run_w1(context, "w1_ahead", "schedule.max_staleness=1")
+    step = result.median("timing_s/step")
+    context.note(step_s=step, first_step_s=result.first_step_s, mismatch_kl_max=result.largest("mismatch/kl"))
+    context.note(**{name: result.median(f"timing_s/{name}") for name in ("generate", "score", "update", "sync", "wait")})
+    require(result.largest("staleness/max") == 1, "nothing was sampled ahead")
+    require(result.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
+    if not context.rehearsal:
+        context.note(trl_step_s=TRL_STEP_S, of_trl=step / TRL_STEP_S, goal_step_s=GOAL_STEP_S)
+        context.note(actor_peak_gib=result.largest("memory/actor/peak_gb") * 1e9 / (1 << 30))
+
+
+def run_w1(context: Context, name: str, *overrides: str) -> Run:
     """Run the workload, in a rehearsal a small one, with its output in the directory ``name``."""
     small = context.rehearsal
     words, prompt, response, batch = (512, 16, 16, 16) if small else (WORDS, PROMPT, RESPONSE, BATCH)
@@ -53,6 +66,7 @@ def run_w1(context: Context, name: str) -> Run:
         "data.prompt_key=prompt", "data.val_limit=8", f"data.max_prompt_length={prompt}",
         f"rollout.max_response_length={response}", f"trainer.batch_size={batch}", "trainer.val_every=1000",
         f"trainer.total_steps={4 if small else STEPS}", f"rollout.max_num_seqs={batch}", "actor.lr=1e-6",
+        *overrides,
     )  # fmt: skip
 
 
