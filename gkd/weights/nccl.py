@@ -105,13 +105,25 @@ class Nccl(Transfer):
 
 def make_unique_id(way: str) -> str:
     """Return an id that a new group meets by, base64. Raises RunFailed where NCCL cannot be loaded."""
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
     try:
-        made = NCCLLibrary().ncclGetUniqueId()
+        made = load_library().ncclGetUniqueId()
     except (OSError, ValueError, RuntimeError) as error:
         raise RunFailed(f"weights.transfer={way}: NCCL cannot be used here: {error}") from None
     return base64.b64encode(ctypes.string_at(ctypes.addressof(made), ctypes.sizeof(made))).decode()
+
+
+def load_library() -> Any:
+    """Return vLLM's NCCL, an older one too: torch 2.11 comes with 2.28, and vLLM looks up functions of 2.29.7.
+
+    Those are for the memory of communicators that sleep, which this project's do not; vLLM asks before it calls them.
+    Raises OSError or ValueError where there is none.
+    """
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import find_nccl_library
+
+    library = ctypes.CDLL(find_nccl_library())
+    NCCLLibrary.exported_functions = [f for f in NCCLLibrary.exported_functions if hasattr(library, f.name)]
+    return NCCLLibrary()
 
 
 @contextmanager
@@ -132,6 +144,7 @@ def _join(address: str, rank: int, world: int) -> Any:
         master_address=None, master_port=None, nccl_unique_id_b64=address, ctx="weights.transfer=nccl"
     )
     device = torch.accelerator.current_device_index()
+    load_library()
     return require_enabled("nccl", uid_init_process_group(unique_id, rank, world, device))
 
 
