@@ -68,9 +68,14 @@ class ActorWorker:
 
     @property
     def _collective_limit(self) -> datetime.timedelta:
-        """Time that ranks wait for each other, also while one reads the model; the driver has a limit for each."""
-        config = self.config
-        return datetime.timedelta(seconds=max(config.trainer.update_timeout_s, config.cluster.start_timeout_s))
+        """Time that ranks wait for each other, also while one reads or writes the model or waits for engines.
+
+        The driver has a limit for each of these calls, and a push has its own again for every engine that hangs.
+        """
+        config, trainer = self.config, self.config.trainer
+        push = config.weights.timeout_s * (1 + config.rollout.n_engines)
+        limits = trainer.update_timeout_s, trainer.save_timeout_s, config.cluster.start_timeout_s, push
+        return datetime.timedelta(seconds=max(limits))
 
     def load(self) -> int:
         """Read the student and shard it over the ranks. Returns its number of parameters."""

@@ -81,8 +81,14 @@ def test_gradients_that_one_copy_lacks_are_those_of_the_others(ranks: dict[int, 
     ranks[2].become(model_path, config())
 
 
-def test_ranks_of_a_copy_wait_for_each_other_as_long_as_all_do(ranks: dict[int, Ranks], model_path: str) -> None:
-    """Also while one of them reads a large model from a slow disk."""
+@pytest.mark.parametrize(
+    ("section", "setting", "limit_s"),
+    [("trainer", "update_timeout_s", 4000.0), ("trainer", "save_timeout_s", 4000.0), ("weights", "timeout_s", 8000.0)],
+)
+def test_ranks_wait_for_each_other_as_long_as_the_driver_waits_for_them(
+    ranks: dict[int, Ranks], model_path: str, section: str, setting: str, limit_s: float
+) -> None:
+    """Also those of a copy, and while one of them writes a large model to a slow disk, or waits for a busy engine."""
 
     def read_limits(worker: ActorWorker) -> list[float]:
         copies = worker.trainer.copies
@@ -90,9 +96,9 @@ def test_ranks_of_a_copy_wait_for_each_other_as_long_as_all_do(ranks: dict[int, 
         return [backend.options._timeout.total_seconds() for backend in backends]
 
     settings = config(2, fsdp_size=1)
-    patient = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"update_timeout_s": 4000.0})})
+    patient = settings.model_copy(update={section: getattr(settings, section).model_copy(update={setting: 4000.0})})
     ranks[2].become(model_path, patient)
-    assert ray.get([w.__ray_call__.remote(read_limits) for w in ranks[2].workers], timeout=60) == [[4000.0] * 2] * 2
+    assert ray.get([w.__ray_call__.remote(read_limits) for w in ranks[2].workers], timeout=60) == [[limit_s] * 2] * 2
     ranks[2].become(model_path, config())
 
 
