@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,3 +38,14 @@ class MetricSums:
             {name: value / totals.n_positions for name, value in self.sums.items()},
             self.largest,
         )
+
+
+def describe_not_finite(step: int, grad_norm: float, metrics: Mapping[str, float], n_updates: int) -> str:
+    """Describe a gradient that is not finite: what of its batch's ``metrics`` is not either, and what was learned.
+
+    ``n_updates``: of the step's mini-batches before.
+    """
+    others = [name for name, value in metrics.items() if not math.isfinite(value)]
+    cause = f"nor are {', '.join(others)}" if others else "though every loss is"
+    done = f"{n_updates} of its mini-batches were learned from before" if n_updates else "nothing was updated"
+    return f"the gradient of step {step} is not finite (norm {grad_norm}), {cause}; {done}"

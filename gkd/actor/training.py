@@ -25,7 +25,7 @@ from gkd.actor.mismatch import compute_means, leave_out, split_by_age, stale_tok
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates, take_local
 from gkd.actor.staging import Staging
-from gkd.actor.sums import MetricSums
+from gkd.actor.sums import MetricSums, describe_not_finite
 from gkd.algorithms.aggregation import Totals
 from gkd.cluster.workers.activity import record_activity
 from gkd.cluster.workers.group import fetch_samples
@@ -190,9 +190,7 @@ class RankTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.config.actor.grad_clip)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
-            before = len(self.staging.rows)  # mini-batches of this step
-            done = f"{before} of its mini-batches were learned from before" if before else "nothing was updated"
-            raise UpdateFailed(f"the gradient of step {step} is not finite (norm {grad_norm}); {done}")
+            raise UpdateFailed(describe_not_finite(step, grad_norm, metrics, len(self.staging.rows)))
         lr = learning_rate(self.config.actor, step - 1, self.config.trainer.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
