@@ -17,7 +17,8 @@ from gkd.config.validating import is_better, require_measured
 class BestModel:
     """Writes the student to ``output/best`` whenever ``metric`` is better than at every validation before.
 
-    ``best.json`` has the step at which that was, so that a run that goes on compares with it.
+    ``best.json`` has the step at which that was, so that a run that goes on compares with it. Without it the next
+    validation writes both, whatever its figure.
     """
 
     def __init__(self, metric: str, output: Path) -> None:
@@ -43,6 +44,9 @@ class BestModel:
         new = self.directory.with_name(f".{self.directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         actor.save(str(new), attend)
+        if self.file.exists():  # a run that is killed now leaves a student without a record, not with another's
+            self.file.unlink()
+            durable.flush(self.file.parent)
         durable.replace_directory(new, self.directory)
         best = {"metric": self.metric, "value": value, "step": step}
         durable.replace(self.file, (json.dumps(best) + "\n").encode())

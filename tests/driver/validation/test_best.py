@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,39 @@ def test_a_link_to_another_place_stays_and_the_student_is_written_there(tmp_path
     assert looked(BestModel("val/accuracy", run), Actor(), [0.1, 0.2]) == [1, 2]
     assert (run / "best").is_symlink() and (place / "model.txt").read_text() == "2"
     assert [path.name for path in place.parent.iterdir()] == ["students"]
+
+
+def until_then(left: Iterator[int], call: Callable[..., Any]) -> Callable[..., Any]:
+    def count_down(*args: Any, **kwargs: Any) -> Any:
+        if next(left) == 0:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+    return count_down
+
+
+def test_a_run_killed_at_any_moment_leaves_no_record_of_another_student(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a record the next validation writes both."""
+    for moment in itertools.count():
+        run, actor, left = tmp_path / str(moment), Actor(), itertools.count(moment, -1)
+        run.mkdir()
+        best = BestModel("val/accuracy", run)
+        best.update(1, {"val/accuracy": 0.1}, actor)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            for name in ("replace", "unlink", "rmdir", "fsync"):
+                patch.setattr(os, name, until_then(left, getattr(os, name)))
+            best.update(2, {"val/accuracy": 0.5}, actor)
+        if (run / "best.json").exists():
+            step = json.loads((run / "best.json").read_text())["step"]
+            assert (run / "best" / "model.txt").read_text() == str(step)
+        BestModel("val/accuracy", run).update(3, {"val/accuracy": 0.6}, actor)
+        assert json.loads((run / "best.json").read_text())["step"] == 3
+        if next(left) > 0:
+            assert moment > 5
+            return
 
 
 def test_a_divergence_is_better_the_smaller_it_is(tmp_path: Path) -> None:
