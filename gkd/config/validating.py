@@ -22,15 +22,6 @@ def is_better(metric: str, value: float, than: float, by: float = 0.0) -> bool:
     return (than - value if falls else value - than) > by
 
 
-def require_measured(setting: str, metric: str, measured: Mapping[str, float]) -> None:
-    """Raise ConfigError, naming the ``setting``, where a validation has no such figure, and rewards that all failed."""
-    if metric in measured:
-        return
-    failed = [name for name, share in measured.items() if name.endswith("/failed") and share == 1.0]
-    why = f"; no answer got a reward: {', '.join(failed)}" if failed else ""
-    raise ConfigError(f"{setting}={metric}: validation measures {', '.join(measured) or 'nothing'}{why}")
-
-
 class StopEarly(Settings):
     """Ends a run whose validation does not get better."""
 
@@ -87,3 +78,13 @@ class ValidationSettings(Settings):
         "that is best by it is kept in best/ (TRL's metric_for_best_model)",
     )
     stop_early: StopEarly = StopEarly()
+
+
+def require_figures(trainer: ValidationSettings, measured: Mapping[str, float]) -> None:
+    """Raise ConfigError, naming the setting, where a validation has no such figure, and rewards that all failed."""
+    settings = {"trainer.keep_best": trainer.keep_best, "trainer.stop_early.metric": trainer.stop_early.metric}
+    failed = [name for name, share in measured.items() if name.endswith("/failed") and share == 1.0]
+    why = f"; no answer got a reward: {', '.join(failed)}" if failed else ""
+    for setting, metric in settings.items():
+        if metric is not None and metric not in measured:
+            raise ConfigError(f"{setting}={metric}: validation measures {', '.join(measured) or 'nothing'}{why}")

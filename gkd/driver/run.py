@@ -20,6 +20,7 @@ from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.loading import dump_yaml
 from gkd.config.output_files import BEST, CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
+from gkd.config.validating import require_figures
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
 from gkd.driver.checkpoints.resume import cut, forget_best_after
@@ -169,7 +170,7 @@ def _train_and_save(
 
     Returns where it began and where it ended.
     """
-    state = _validate_before(parts, log) if saved is None else _restore(config, parts, log, saved)
+    state = _validate_before(config, parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
         end = train(config, parts, log, state)
         parts.actor.save(str(model))
@@ -218,15 +219,13 @@ def _log_doubts(config: Config, placement: Placement) -> None:
         log.warning(doubt)
 
 
-def _validate_before(parts: Parts, log: RunLog) -> RunState:
+def _validate_before(config: Config, parts: Parts, log: RunLog) -> RunState:
     """Validate the student as it comes."""
     log.progress.show_status("validating")
     before, teacher = keep_finite(parts.validation.run()), keep_finite(parts.validation.teacher())
     before |= keep_finite(parts.val_sets.run(parts.val_sets.due_sets(0)))
-    if log.best is not None:
-        log.best.require(before)
+    require_figures(config.trainer, before)
     if log.stop is not None:
-        log.stop.require(before)
         log.stop.update(0, before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
@@ -239,11 +238,6 @@ def _validate_before(parts: Parts, log: RunLog) -> RunState:
 def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) -> RunState:
     """Have the actor, the engines and the order of prompts go on from a checkpoint."""
     log.progress.show_status(f"reading {saved.path}")
-    measured = {**saved.state.before, **saved.state.validated}
-    if log.best is not None:
-        log.best.require(measured)
-    if log.stop is not None:
-        log.stop.require(measured)
     parts.actor.load_state([str(file) for file in saved.rank_files], saved.state.step)
     parts.prompts.restore(saved.state.prompts)
     parts.sync.push()

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gkd.config import load
 from gkd.data.prompts import fingerprint
-from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.checkpoints.resume import cut, require_same_data
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
+from gkd.driver.checkpoints.resume import cut, find, require_same_data
+from gkd.durable import compute_checksum
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.observability.run_files import RunFiles
@@ -36,6 +38,20 @@ def test_lines_of_steps_that_are_done_again_are_cut(tmp_path: Path, caplog: pyte
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 2]
     assert rows[0]["text"] == text
     cut(tmp_path / "missing.jsonl", 3)
+
+
+def test_a_figure_that_its_validations_have_not_measured_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step_5"
+    rank = path / "actor" / "rank_0.safetensors"
+    rank.parent.mkdir(parents=True)
+    rank.write_bytes(b"weights")
+    state = RunState(step=5, before={"val/accuracy": 0.1}, validated={"val/accuracy": 0.2, "val/x": 1.0})
+    files = {"actor/rank_0.safetensors": compute_checksum(rank)}
+    write(SavedCheckpoint(path, "step", state, load({}).model_dump(mode="json"), "", "float32", {}, files))
+    for trainer in ({"keep_best": "val/acuracy"}, {"stop_early": {"metric": "val/acuracy"}}):
+        with pytest.raises(ConfigError, match=r"=val/acuracy: .*val/accuracy, val/x"):
+            find(load({"trainer": trainer}), tmp_path)
+    assert find(load({"trainer": {"keep_best": "val/x"}}), tmp_path).state == state
 
 
 def test_other_data_is_refused() -> None:

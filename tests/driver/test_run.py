@@ -17,8 +17,6 @@ from gkd.config.doubts import doubts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.run import CPU_SPLIT, _forget_after, _print_pace, _restore, step_text
 from gkd.driver.validation.best import BestModel
-from gkd.driver.validation.early_stop import EarlyStop
-from gkd.errors import ConfigError
 
 
 def test_a_step_and_what_memory_depends_on() -> None:
@@ -161,14 +159,6 @@ def test_a_run_that_has_no_step_left_is_validated_as_its_results_were_lost(
     assert done == ["load", "prompts", "push", *(["validate", "sets"] if validates else [])]
     now = {"val/accuracy": 0.9, "val/hard/accuracy": 0.5} if validates else {}
     assert state.validated == {**STATE.validated, **now} and state.step == 5
-
-
-def test_a_run_that_goes_on_is_told_of_a_figure_that_it_does_not_measure(tmp_path: Path) -> None:
-    stop = load({"trainer": {"stop_early": {"metric": "val/acuracy"}}}).trainer.stop_early
-    for log in ({"best": BestModel("val/acuracy", tmp_path)}, {"stop": EarlyStop(stop, tmp_path / "metrics.jsonl")}):
-        with pytest.raises(ConfigError, match=r"=val/acuracy: .*val/accuracy, val/x"):
-            restored(tmp_path, STATE, 9, log)
-    restored(tmp_path, STATE, 9, {"best": BestModel("val/x", tmp_path)})
 
 
 @pytest.mark.parametrize(("step", "row", "stays"), [(40, None, True), (45, None, False), (40, {"x": 1.0}, False)])

@@ -12,6 +12,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.output_files import METRICS
 from gkd.config.overrides import flatten
+from gkd.config.validating import require_figures
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, describe_none, find_newest_intact, step_of
 from gkd.driver.validation.early_stop import EarlyStop
@@ -81,7 +82,8 @@ def explain_finished(config: Config, output: Path) -> str | None:
 def find(config: Config, output: Path) -> SavedCheckpoint:
     """Return the newest intact checkpoint in ``output``; damaged ones after it are named in a warning.
 
-    Raises ConfigError when there is none, or when it is of a run with other settings.
+    Raises ConfigError when there is none, when it is of a run with other settings, or when its validations have not
+    measured what is to keep the best student or to end the run.
     """
     directory = output / "checkpoints"
     saved, damaged = find_newest_intact(directory)
@@ -102,6 +104,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
             )
     if saved.state.step > config.trainer.total_steps:
         raise ConfigError(f"trainer.resume: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}")
+    require_figures(config.trainer, {**saved.state.before, **saved.state.validated})
     return saved
 
 

@@ -11,7 +11,7 @@ from gkd import durable
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Attend
 from gkd.config.output_files import BEST
-from gkd.config.validating import is_better, require_measured
+from gkd.config.validating import is_better
 
 
 class BestModel:
@@ -28,10 +28,6 @@ class BestModel:
         if self.file.exists():
             best = json.loads(self.file.read_text(encoding="utf-8"))
             self.value = best["value"] if best["metric"] == metric else None
-
-    def require(self, measured: Mapping[str, float]) -> None:
-        """Raise ConfigError where the first validation of a run has no such figure."""
-        require_measured("trainer.keep_best", self.metric, measured)
 
     def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup, attend: Attend | None = None) -> None:
         """Write the student if it is better than before; nothing where the figure was not measured now.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gkd.config.output_files import whole_lines
-from gkd.config.validating import StopEarly, require_measured
+from gkd.config.validating import StopEarly
 
 
 class EarlyStop:
@@ -23,11 +23,6 @@ class EarlyStop:
     def reason(self) -> str | None:
         """Why the run is to end now, in one line; None where it goes on."""
         return self.settings.reason(self._measured)
-
-    def require(self, measured: Mapping[str, float]) -> None:
-        """Raise ConfigError where the first validation of a run has no such figure."""
-        if self.settings.metric is not None:
-            require_measured("trainer.stop_early.metric", self.settings.metric, measured)
 
     def update(self, step: int, measured: Mapping[str, float]) -> None:
         """Take the figures of a step, in which the one that counts may be."""

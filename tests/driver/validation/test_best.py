@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from gkd.config import load
+from gkd.config.validating import require_figures
 from gkd.driver.validation.best import BestModel
 from gkd.errors import ConfigError
 
@@ -101,12 +103,12 @@ def test_of_these_the_smaller_is_better(name: str, tmp_path: Path) -> None:
     assert looked(BestModel(name, tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
 
 
-def test_a_figure_that_is_not_measured_is_named(tmp_path: Path) -> None:
+def test_a_figure_that_is_not_measured_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trainer.keep_best=val/acuracy: validation measures val/accuracy, val/x"):
-        BestModel("val/acuracy", tmp_path).require({"val/accuracy": 0.1, "val/x": 1.0})
+        require_figures(load({"trainer": {"keep_best": "val/acuracy"}}).trainer, {"val/accuracy": 0.1, "val/x": 1.0})
 
 
-def test_a_reward_that_failed_on_every_answer_is_named(tmp_path: Path) -> None:
+def test_a_reward_that_failed_on_every_answer_is_named() -> None:
     measured = {"val/accuracy": 0.1, "val/reward/x/failed": 1.0, "val/reward/y/failed": 0.5}
     with pytest.raises(ConfigError, match=r"trainer.keep_best=val/reward/mean: .*; .*: val/reward/x/failed$"):
-        BestModel("val/reward/mean", tmp_path).require(measured)
+        require_figures(load({"trainer": {"keep_best": "val/reward/mean"}}).trainer, measured)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.config import load
-from gkd.config.validating import StopEarly
+from gkd.config.validating import StopEarly, require_figures
 from gkd.driver.checkpoints.resume import explain_finished
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.errors import ConfigError
@@ -39,10 +39,11 @@ def test_so_many_validations_without_a_gain_end_a_run(
     assert reason is None or "trainer.stop_early.patience=2" in reason
 
 
-def test_a_figure_that_validation_does_not_measure_is_refused(tmp_path: Path) -> None:
-    stop = EarlyStop(StopEarly(metric="val/accuracy"), tmp_path / "metrics.jsonl")
+def test_a_figure_that_validation_does_not_measure_is_refused() -> None:
+    trainer = load({"trainer": {"stop_early": {"metric": "val/accuracy"}}}).trainer
+    require_figures(trainer, {"val/accuracy": 1.0})
     with pytest.raises(ConfigError, match=r"trainer.stop_early.metric=val/accuracy: validation measures val/loss"):
-        stop.require({"val/loss": 1.0})
+        require_figures(trainer, {"val/loss": 1.0})
 
 
 def test_a_torn_last_line_is_left_out_and_another_is_named(tmp_path: Path) -> None:
