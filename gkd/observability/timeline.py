@@ -145,12 +145,15 @@ class Timeline:
     def _spans(self, report: WorkerReport) -> list[ActivitySpan]:
         """Return a worker's spans by the driver's clock.
 
-        The node's clock was read between two readings of the driver's. The closest two so far show how far it is
-        ahead; one that may be equal is taken to be.
+        The node's clock was read between two readings of the driver's. The closest two since either clock was last set
+        show how far it is ahead; one that may be equal is taken to be.
         """
-        node, clock, width = report.worker.node, report.contents["clock"], report.received - report.sent
-        if node not in self._clocks or width < self._clocks[node][0]:
-            self._clocks[node] = (width, max(0.0, clock - report.received) - max(0.0, report.sent - clock))
+        node, clock = report.worker.node, report.contents["clock"]
+        least, most = clock - report.received, clock - report.sent  # that it is ahead; crossed while a clock is set
+        ahead, width = self._seconds_ahead(node), most - least
+        closer = node not in self._clocks or width < self._clocks[node][0]
+        if width >= 0 and (closer or not least <= ahead <= most):
+            self._clocks[node] = (width, max(0.0, least) + min(0.0, most))
         ahead = self._seconds_ahead(node)
         spans = (ActivitySpan(*span) for span in report.contents["spans"])
         return [span._replace(start=span.start - ahead, end=span.end - ahead) for span in spans]

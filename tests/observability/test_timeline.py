@@ -145,6 +145,30 @@ def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:
     assert row["perf/waits_for/actor"] == pytest.approx(0.1)  # 105 to 109 are the update's; the push is waited for
 
 
+@pytest.mark.parametrize(
+    ("readings", "ahead"),
+    [
+        ([(110.4, 110.5, 110.6), (120.0, 150.0, 121.0)], 29.0),  # the node's is set
+        ([(110.4, 120.5, 110.6), (120.0, 120.5, 121.0)], 0.0),
+        (
+            [(110.4, 110.5, 110.6), (120.0, 60.5, 61.0), (62.0, 62.5, 63.0)],
+            0.0,
+        ),  # the driver's, while the node is asked
+        ([(110.4, 110.5, 110.6), (120.0, 120.5, 121.5)], 0.0),
+        ([(110.4, 115.5, 110.6), (120.0, 125.2, 121.5)], 4.9),  # of two that agree the closer one
+    ],
+)
+def test_a_clock_that_is_set_is_put_right_from_then_on(
+    readings: list[tuple[float, float, float]], ahead: float, tmp_path: Path
+) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", 10)
+    for step, (sent, clock, received) in enumerate(readings, 1):
+        own = replace(reported("rollout", 0, clock=clock, node="far"), sent=sent, received=received)
+        timeline.add(step, STAGES, [own])
+    (sample,) = timeline.correct_times([training_sample(generated_s=ahead)], ["far"])
+    assert sample.generated_s == pytest.approx(0.0)
+
+
 def test_times_of_samples_are_by_the_drivers_clock_where_it_is_known(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "t.json", 1)
     samples = [replace(training_sample(i), worker=i, generated_s=110.0 + i, scored_s=112.0 + i) for i in range(3)]
