@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from gkd.config import Reward
+from gkd.config.base import LONGEST_S
 from gkd.errors import describe_error, describe_raised
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import DOES_NOT_APPLY, Completion, RewardCallable
@@ -133,7 +134,7 @@ class RewardProcess:
 
     def _answer(self, timeout_s: float) -> list[Timed | str] | str | None:
         """Return what the process sends next, None for nothing in time. Raises EOFError or OSError when it ends."""
-        if not wait([self._connection, self._process.sentinel], timeout_s):
+        if not wait([self._connection, self._process.sentinel], min(timeout_s, LONGEST_S)):  # of many completions
             return None
         if not self._connection.poll():  # it is the process that has ended
             raise EOFError

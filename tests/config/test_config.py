@@ -32,6 +32,12 @@ def test_gpu_ranges(value: object, expected: list[int] | None) -> None:
     assert parse_gpus(value) == expected
 
 
+@pytest.mark.parametrize("name", [name for name in settings() if name.endswith("timeout_s") and "NAME" not in name])
+def test_a_time_that_no_call_can_wait_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}="):
+        compose(["+recipe=grpo", "reward.functions=[code]", f"{name}=1e10"])
+
+
 @pytest.mark.parametrize("placement", groups()["placement"])
 def test_every_recipe_goes_with_every_placement(placement: str) -> None:
     for recipe in groups()["recipe"]:

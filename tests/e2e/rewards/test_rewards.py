@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from gkd.config import Reward, load
+from gkd.config.base import LONGEST_S
 from gkd.rewards.pool import RewardPool
+from gkd.rewards.process import RewardProcess
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring
 from tests.data.models import WORDS, word_tokenizer
@@ -37,6 +39,16 @@ def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
     assert contains_in_order(str(results[0]["hangs"]), "TimeoutError: ", "2 s (reward.timeout_s)")
     assert [row["hangs"][0] for row in results[1:]] == [0.5] * 3
     assert all("is nan" in str(row["not_a_number"]) for row in results)
+
+
+def test_samples_that_are_rated_together_may_have_more_time_than_one_call_can_wait() -> None:
+    """Reward.timeout_s is of each of them."""
+    process = RewardProcess(Reward(functions=[f"{MODULE}:words"], timeout_s=LONGEST_S))
+    try:
+        ((reward, _),) = process.evaluate(f"{MODULE}:words", [[make_completion("a b")]], 4 * LONGEST_S)
+        assert reward == 2.0
+    finally:
+        process.close()
 
 
 def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
