@@ -43,9 +43,11 @@ class Heartbeat:
         now = time.monotonic()
         longest = min(LONGEST_TURN_S, self._timeout_s / 5)  # so that an engine is called several times
         passed, self._looked = min(now - self._looked, longest), now
-        hanging = []
-        for engine in busy:
-            beat = self._beats[engine]
+        hanging, at_work = [], set(busy)
+        for engine, beat in enumerate(self._beats):
+            if engine not in at_work:  # it has nothing to do
+                beat.silent_s = 0.0
+                continue
             beat.silent_s += passed
             self._poll(engine, beat, now)
             if beat.silent_s > self._timeout_s:

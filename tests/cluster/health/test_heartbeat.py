@@ -1,0 +1,50 @@
+"""When an engine counts as one that hangs. Its worker's answers and the time are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gkd.cluster.health import heartbeat
+from gkd.cluster.health.heartbeat import Heartbeat
+
+
+class Worker:
+    """Answers at once with its passes and what is unfinished."""
+
+    progress = (5, 1)
+
+    def __len__(self) -> int:
+        return 1
+
+    def select(self, engines: list[int]) -> Worker:
+        return self
+
+    def submit_control(self, method: str) -> Any:
+        return SimpleNamespace(refs=(method,))
+
+
+def test_silence_of_an_earlier_step_counts_no_more_once_an_engine_had_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others are looked at meanwhile, as where later steps are sampled ahead."""
+    now, worker = [100.0], Worker()
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    answers = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref, timeout: worker.progress)
+    monkeypatch.setattr(heartbeat, "ray", answers)
+    watched: Any = worker
+    beat = Heartbeat(watched, timeout_s=10.0)
+
+    def look(busy: list[int]) -> list[int]:
+        now[0] += 1.0
+        return beat.find_hanging(busy)
+
+    while beat.silent_s(0) < 10.0:  # a step that takes nearly too long
+        assert look([0]) == []
+    worker.progress = (6, 0)
+    assert look([]) == []
+    worker.progress = (6, 1)
+    hanging = [look([0]) for _ in range(30)]  # it is given work, and hangs
+    assert hanging.index([0]) > 9
