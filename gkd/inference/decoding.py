@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_TAKEN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_TAKEN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+_CACHES = ("cache", "past_key_values")
+"""Names of the argument for keys and values, of which a model has one: the second in transformers 5.19, the first in
+5.24."""
 
 
 def is_decoded_plainly(model: PreTrainedModel) -> bool:
@@ -27,12 +30,14 @@ def is_decoded_plainly(model: PreTrainedModel) -> bool:
 
     own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     stateful = getattr(model, "_is_stateful", False)
-    return (
-        can_pack(model.config)
-        and not own
-        and not stateful
-        and inspect.signature(model.forward).parameters.keys() >= _TAKEN
-    )
+    takes_all = inspect.signature(model.forward).parameters.keys() >= _TAKEN and _find_cache_argument(model) is not None
+    return can_pack(model.config) and not own and not stateful and takes_all
+
+
+def _find_cache_argument(model: PreTrainedModel) -> str | None:
+    """Return the name by which ``model`` takes its keys and values, None where it takes none."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in taken), None)
 
 
 def decode(
@@ -54,7 +59,9 @@ def decode(
     from transformers import DynamicCache
 
     n_prompt, fill = ids.shape[1], end_ids[0] if end_ids else 0
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    name = _find_cache_argument(model)
+    assert name is not None, "it is decoded plainly"
+    cache = {name: DynamicCache(config=model.config.get_text_config(decoder=True))}
     ends = torch.tensor(end_ids, dtype=ids.dtype, device=ids.device)
     tokens, inputs, positions = ids, ids, (mask.cumsum(-1) - 1).clamp_(min=0)
     unfinished = torch.ones_like(ids[:, :1], dtype=torch.bool)
@@ -63,9 +70,9 @@ def decode(
             input_ids=inputs,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **cache,
         )
         inputs = choose(tokens, out.logits[:, -1]).where(unfinished, fill)
         tokens = torch.cat([tokens, inputs], 1)
