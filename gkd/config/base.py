@@ -67,7 +67,7 @@ def parse_gpus(value: Any) -> list[int] | None:
 
 LONGEST_S = 1e6
 """Seconds that a wait may have: where it is one call of the system, some can express no more than 2.1 million."""
-
+WaitSeconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 GroupName = Literal["actor", "rollout", "teacher", "reference", "reward_model"]
 GpuRange = Annotated[list[int] | None, BeforeValidator(parse_gpus)]
 GpuRangeOfNode = Annotated[list[int], BeforeValidator(parse_gpus)]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gkd.config.base import LONGEST_S, OWN_CLASS, Settings
+from gkd.config.base import OWN_CLASS, Settings, WaitSeconds
 from gkd.config.open import OpenSettings
 from gkd.config.registry import EntryName, Registry
 
@@ -40,7 +40,7 @@ class Weights(OpenSettings):
         "placement allows; nccl_m2n, sharded_rdt: vLLM's own, of shards (docs/weights.md), which auto never takes; "
         f"or {OWN_CLASS} (OpenRLHF: vllm_sync_backend)",
     )
-    timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="time one push may take")
+    timeout_s: WaitSeconds = Field(300.0, description="time one push may take")
     checksum: bool = Field(
         False, description="verify every bucket: SHA-256 in the object store, sums of its words by ipc and nccl"
     )
@@ -88,18 +88,14 @@ class Cluster(Settings):
     cpus_per_worker: float = Field(
         1.0, gt=0, description="CPUs reserved with each worker's GPU (verl: ray_init.num_cpus, of all)"
     )
-    reserve_timeout_s: float = Field(
-        300.0, gt=0, le=LONGEST_S, description="time to wait for GPUs and CPUs to become free"
-    )
+    reserve_timeout_s: WaitSeconds = Field(300.0, description="time to wait for GPUs and CPUs to become free")
     offload: Literal["auto"] | bool = Field(
         "auto", description="the actor and engines on its GPUs leave these to each other: vLLM sleeps while the actor "
         "works (TRL: vllm_enable_sleep_mode; verl: free_cache_engine), the actor's weights and optimizer state are "
         "offloaded to the host while engines do (verl: param_offload, optimizer_offload; slime: --offload); auto: "
         "where they do not fit side by side"
     )  # fmt: skip
-    start_timeout_s: float = Field(
-        900.0, gt=0, le=LONGEST_S, description="time workers have to start and to load their models"
-    )
+    start_timeout_s: WaitSeconds = Field(900.0, description="time workers have to start and to load their models")
     worker_restarts: int = Field(
         3, ge=0, description="times each engine, and each replica of a scorer, that dies or hangs is started again on "
         "its GPU while the run goes on; 0: others do its work, and the last one ends the run, see trainer.restarts"

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from gkd.config.base import LONGEST_S, Settings
+from gkd.config.base import Settings, WaitSeconds
 
 
 class OpenAIEndpoint(Settings):
@@ -17,7 +17,7 @@ class OpenAIEndpoint(Settings):
     url: str = Field("", description="base URL, such as http://HOST:8000/v1")
     model: str = Field("", description="name of the model there")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on nodes that call it")
-    timeout_s: float = Field(600.0, gt=0, le=LONGEST_S, description="time one attempt has")
+    timeout_s: WaitSeconds = Field(600.0, description="time one attempt has")
     retries: int = Field(2, ge=0, description="further attempts after one that failed")
 
     @model_validator(mode="after")

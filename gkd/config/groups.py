@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gkd.config.base import LONGEST_S, OWN_CLASS, Engine, Pool, Settings
+from gkd.config.base import OWN_CLASS, Engine, Pool, Settings, WaitSeconds
 from gkd.config.device import Device, Dtype
 from gkd.config.open import OpenSections, OpenSettings
 from gkd.config.registry import EntryName, EntryNames, Registry
@@ -133,7 +133,7 @@ class ScoringPool(Pool):
     rates: ClassVar[bool] = False
     """Whether a model rates whole responses, in tokens of its own, instead of scoring the student's tokens."""
 
-    request_timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="time one replica has for one request")
+    request_timeout_s: WaitSeconds = Field(120.0, description="time one replica has for one request")
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
     heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
@@ -303,9 +303,7 @@ class Trainer(ValidationSettings, Pool, OpenSections):
     save_minutes: float | None = Field(
         10.0, gt=0, description="write a checkpoint after so many minutes without one, beside training; null: never"
     )
-    save_timeout_s: float = Field(
-        1800.0, gt=0, le=LONGEST_S, description="time writing a checkpoint or the student may take"
-    )
+    save_timeout_s: WaitSeconds = Field(1800.0, description="time writing a checkpoint or the student may take")
     keep_checkpoints: int = Field(
         2,
         ge=1,
@@ -326,7 +324,7 @@ class Trainer(ValidationSettings, Pool, OpenSections):
     output_dir: str | None = Field(
         None, description="where the run writes; null: outputs/RECIPE/DATE_TIME (verl: default_local_dir)"
     )
-    update_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_S, description="time one update of the actor may take")
+    update_timeout_s: WaitSeconds = Field(1800.0, description="time one update of the actor may take")
     trackers: Annotated[EntryNames, AfterValidator(_require_distinct)] = Field(
         [],
         description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard, wandb and "
@@ -378,8 +376,8 @@ class Rollout(StudentSampling, Engine, EngineSection):
         "(TRL: use_vllm; verl: rollout.name)",
     )
     n: int = Field(1, ge=1, description="samples a prompt (TRL's num_generations)")
-    timeout_s: float = Field(1800.0, gt=0, le=LONGEST_S, description="time a batch may take to be sampled and scored")
-    engine_timeout_s: float = Field(
-        300.0, gt=0, le=LONGEST_S, description="an engine that has work and makes no forward pass for this time hangs: "
+    timeout_s: WaitSeconds = Field(1800.0, description="time a batch may take to be sampled and scored")
+    engine_timeout_s: WaitSeconds = Field(
+        300.0, description="an engine that has work and makes no forward pass for this time hangs: "
         "it is ended, and the others do its work"
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, create_model, model_validator
 
-from gkd.config.base import LONGEST_S, Settings
+from gkd.config.base import Settings, WaitSeconds
 from gkd.config.open import OpenSections
 from gkd.config.registry import EntryNames, Registry, make_absolute, settings_class, shorten_name, why_not_callable
 
@@ -108,8 +108,8 @@ class Reward(OpenSections):
     weights: list[float] | None = Field(
         None, description="how much each function counts (TRL's reward_weights); null: 1 each"
     )
-    timeout_s: float = Field(
-        10.0, gt=0, le=LONGEST_S, description="time one function has for one sample; for n together n times that"
+    timeout_s: WaitSeconds = Field(
+        10.0, description="time one function has for one sample; for n together n times that"
     )
     concurrency: int = Field(32, ge=1, description="samples that a process puts to an async function at the same time")
     workers: int = Field(2, ge=1, description="processes beside each rollout engine that compute rewards")

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from gkd.config.base import LONGEST_S
+from gkd.config.base import WaitSeconds
 from gkd.config.endpoint import OpenAIEndpoint
 from gkd.rewards.answers import cut_reasoning
 from gkd.rewards.chat import ChatModel
@@ -34,9 +34,7 @@ class Judge(RewardFunction):
         )
         scale: float = Field(10.0, gt=0, description="the score that gives a reward of 1")
         max_tokens: int = Field(16, ge=1, description="tokens the judge may answer with")
-        timeout_s: float = Field(
-            4.0, gt=0, le=LONGEST_S, description="time one attempt has, within reward.timeout_s for all of them"
-        )
+        timeout_s: WaitSeconds = Field(4.0, description="time one attempt has, within reward.timeout_s for all of them")
         retries: int = Field(1, ge=0, description="further attempts after one that failed")
         slow_s: float = Field(6.0, gt=0, description="mean time of a step's calls beyond which a warning is given")
 
