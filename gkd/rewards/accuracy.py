@@ -57,7 +57,7 @@ def agreement(response: str, answer: str) -> float:
     nothing, every list is a set, "72 million" is 72, and some forms count although another answer follows. It accepts
     more than they do, and than verl's rewards for GSM8K and MATH, which compare strings after one marker: every form
     counts, and words and choices do. Here a number without a unit agrees with one that has one, and 50% with 50 and
-    0.5; lists are in order, but ``\{5, 6\}`` is a set.
+    0.5; lists in brackets, or such as ``x=5, y=6``, are in order; ``5, 6`` and ``\{5, 6\}`` are in none.
     """
     if " ".join(response.split()) == " ".join(answer.split()):
         return 1.0

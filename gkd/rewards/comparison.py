@@ -44,6 +44,8 @@ _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _ANY_FRACTION = re.compile(rf"(\\sqrt\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
+_IN_ANY_ORDER = {"", "{}", "±"}
+"""Brackets of answers that are listed in no order: all solutions, a set, both signs."""
 _WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
 _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
@@ -195,12 +197,14 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: list[str]) -> bool:
-    """Return whether lists are equal in order, sets in any; brackets but those of sets count where the reference has
-    them."""
-    allowed = {"", "{}", "±"} if brackets in ("{}", "±") else {brackets} if brackets else {"", "()", "[]", "{}", "±"}
+    """Return whether lists are equal, in order where they have brackets or name what they list, as x = 1, y = 2.
+
+    Brackets but those of sets count where the reference has them.
+    """
+    allowed = _IN_ANY_ORDER if brackets in ("{}", "±") else {brackets} if brackets else {"()", "[]", *_IN_ANY_ORDER}
     if len(own) != len(reference) or own_brackets not in allowed:
         return False
-    if brackets != "{}" and "±" not in (brackets, own_brackets):
+    if own_brackets not in _IN_ANY_ORDER or any(len(_names(items)) > 1 for items in (own, reference)):
         return all(map(is_same_answer, own, reference))
     left = list(reference)
     for item in own:
@@ -209,6 +213,10 @@ def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: l
             return False
         del left[match]
     return True
+
+
+def _names(items: list[str]) -> set[str]:
+    return {item.partition("=")[0].strip() for item in items if "=" in item}
 
 
 def is_formula(text: str) -> bool:
