@@ -16,7 +16,15 @@ from gkd.rewards.answers import (
     stated_answer,
     with_opened_reasoning,
 )
-from gkd.rewards.comparison import FUNCTIONS, choice, is_formula, is_same_answer, normalize_text, strip_markup
+from gkd.rewards.comparison import (
+    FUNCTIONS,
+    choice,
+    is_formula,
+    is_same_answer,
+    normalize_text,
+    number_of,
+    strip_markup,
+)
 from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
 
@@ -76,23 +84,25 @@ def _is_plausible(content: str, expected: str) -> bool:
     """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
     normalized = normalize_text(expected)
     option = choice(normalized)
-    words = option[1] if option else not (quantity(normalized) or is_formula(strip_markup(expected)))
+    words = option[1] if option else not (number_of(normalized) or is_formula(strip_markup(expected)))
     first = re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2,}", normalize_text(content))
     return bool(words) or first is None or first[0].lower() in {*FUNCTIONS, "pi"}
 
 
 def _guess_answers(response: str, expected: str) -> list[str]:
     """Return what may be the answer of a response that marks none."""
-    number = quantity(normalize_text(expected))
-    if number is not None:
-        return _with_unit(last_number(response), number)
+    normalized = normalize_text(expected)
+    number = number_of(normalized)
+    numbers = _with_unit(last_number(response), number) if number else []
+    if quantity(normalized):
+        return numbers
     formula = last_formula(response) if is_formula(strip_markup(expected)) else None
-    return [last_line(response)] if formula is None else [last_line(response), formula]
+    return [*numbers, last_line(response)] if formula is None else [*numbers, last_line(response), formula]
 
 
 def _find_number(stated: str, expected: str) -> list[str]:
     """Return the number in an answer such as "she sold 72 clips", which holds no other."""
-    number = quantity(normalize_text(expected))
+    number = number_of(normalize_text(expected))
     return [] if number is None else _with_unit(only_number(stated), number)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gkd.rewards.quantity import EXPONENT, FRACTION, SYMBOL, UNSIGNED
+from gkd.rewards.quantity import EXPONENT, FRACTION, SYMBOL, UNSIGNED, spell_vulgar_fractions
 
 MARKER = "####"  # GSM8K's, before the final answer
 TAIL = 20_000  # characters at the end of a text in which its final answer is looked for
@@ -189,7 +189,7 @@ def last_number(text: str) -> Numeral | None:
 
     None where there is none, or where the text denies that it is the answer.
     """
-    text = cut_reasoning(text)
+    text = spell_vulgar_fractions(cut_reasoning(text))
     numbers = list(_FINAL_NUMBER.finditer(text))
     if not numbers:
         return None

@@ -6,7 +6,17 @@ import re
 from fractions import Fraction
 
 from gkd.rewards.math_equality import are_math_equal
-from gkd.rewards.quantity import LONGEST, NO_UNITS, PROSE, SCALES, TIMES, Quantity, quantity, units_agree
+from gkd.rewards.quantity import (
+    LONGEST,
+    NO_UNITS,
+    PROSE,
+    SCALES,
+    TIMES,
+    Quantity,
+    quantity,
+    spell_vulgar_fractions,
+    units_agree,
+)
 
 MOST_UNIT_WORDS = 3
 """After a formula: square feet per hour; more words are no unit but go on with the sentence."""
@@ -71,13 +81,13 @@ def strip_markup(text: str) -> str:
 
 
 def _spell_symbols(text: str) -> str:
-    """Return ``text`` with LaTeX's commands for relations in ASCII and for symbols of Unicode."""
+    """Return ``text`` with LaTeX's commands for relations in ASCII and for symbols and fractions of Unicode."""
     for symbol, command in _ASCII.items():
         text = text.replace(symbol, command)
     if text.isascii():
         return text
     text = re.sub(r"√\s*(?:([0-9]+)|\(([^()]*)\))", lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
-    text = text.replace("√", "\\sqrt").translate(_SYMBOLS)
+    text = spell_vulgar_fractions(text).replace("√", "\\sqrt").translate(_SYMBOLS)
     powers = re.compile(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+")
     return powers.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -30,6 +31,8 @@ _QUANTITY = re.compile(
     rf"(?P<unit>(?:(?={_ATTACHED})|{_APART}|(?=/[a-z]{{3}}))[a-z/][a-z .'/-]*(?:\^\{{?[23]\}}?)?)?",
     re.IGNORECASE,
 )
+_VULGAR = {c: unicodedata.normalize("NFKC", c).split("\N{FRACTION SLASH}") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
+_VULGAR_FRACTION = re.compile(rf"(?:(?<=[0-9])\s)?([{''.join(_VULGAR)}])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,13 @@ class Quantity:
             return self.value == expected.value
         part = self.value / 100 if self.percent else self.value * 100
         return expected.value in (self.value, part)
+
+
+def spell_vulgar_fractions(text: str) -> str:
+    """Return ``text`` with characters such as ½ in LaTeX: ``3½`` and ``3 ½`` become ``3\\frac{1}{2}``."""
+    if text.isascii():
+        return text
+    return _VULGAR_FRACTION.sub(lambda match: "\\frac{{{}}}{{{}}}".format(*_VULGAR[match[1]]), text)
 
 
 def quantity(text: str) -> Quantity | None:
