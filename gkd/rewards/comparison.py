@@ -28,7 +28,8 @@ _OTHER_CHOICE = re.compile(r"[(\s][A-J]\)|\b(?:and|or)\s+\(?[A-J]\b")
 _REJECTION = re.compile(r"is(?:\s+(?:wrong|incorrect|false)|(?:\s+not|n't)\s+(?:the\s+)?(?:correct|right|best))\b")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))(?!\s*\.?[0-9])")
 _REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
+_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
 _UNIT = re.compile(
     rf"(?:(?:\s*/?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
 )
@@ -56,6 +57,11 @@ _TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _IN_ANY_ORDER = {"", "{}", "±"}
 """Brackets of answers that are listed in no order: all solutions, a set, both signs."""
+_BASES = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
+_NAMED_BASE = re.compile(
+    rf"(?<=[0-9a-zA-Z])\s*_\s*(?P<brace>\{{\s*)?(?P<command>{_TEXT_COMMAND}\s*\{{\s*)?(?P<name>{_BASES})(?![a-z])"
+    r"\s*(?(command)\}\s*)(?(brace)\})"
+)  # 101_{\text{two}}
 _WRAPPED = [("__", "__"), ("`", "`"), ('"', '"')]
 _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
@@ -66,6 +72,7 @@ def strip_markup(text: str) -> str:
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
     text = _SPACING.sub(lambda match: match["row"] or " ", text).replace("\N{MINUS SIGN}", "-")
     text = _POWER.sub(r"^\1", _spell_symbols(text))
+    text = _NAMED_BASE.sub(lambda match: f"_{{{_BASES.split('|').index(match['name']) + 2}}}", text)
     text = " ".join(re.sub(r"\\(?:left|right|displaystyle)\b", "", text).split())
     while True:
         before = text
