@@ -17,7 +17,8 @@ class ModelInfo:
     """A causal language model as its configuration describes it.
 
     ``vocabulary``: rows of logits, padding included. ``positions``: the longest sequence in tokens, None for no limit.
-    ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together.
+    ``eos_ids``: tokens that end a response, of the model, its generation settings and its tokenizer together, without
+    those that have no row, such as the end token that transformers gives every tokenizer of Qwen2's class.
     ``n_tokens``: ids the tokenizer has, 0 without one; rows from there on are padding. ``stateful``: some layers keep
     a state beside or instead of keys and values. ``rope_positions``: the longest sequence beside which another token
     leaves LongRoPE the frequencies of short ones, None with other encodings of positions.
@@ -53,9 +54,9 @@ class ModelInfo:
         except Exception as error:  # transformers raises whatever it meets in it
             raise ConfigError(f"{name}: its generation_config.json cannot be read: {one_line(error)}") from None
         ends += [generation, getattr(tokenizer, "eos_token_id", None)]
-        eos = {i for end in ends for i in _ids(end, f"{name}: eos_token_id")}
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
         vocabulary = _count(text.vocab_size, f"{name}: vocab_size")
+        eos = {i for end in ends for i in _ids(end, f"{name}: eos_token_id") if i < vocabulary}
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
             positions = _count(positions, f"{name}: max_position_embeddings")

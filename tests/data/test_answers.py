@@ -92,3 +92,9 @@ def test_a_runs_inputs_have_both(tmp_path: Path) -> None:
     )
     assert {EOS, IM_END} <= set(inputs.model.eos_ids)
     assert [prompt.answer_ids.tolist() for prompt in inputs.train.prompts] == [[A, B, IM_END]] * 2
+
+
+def test_a_token_without_a_row_of_logits_ends_nothing(tmp_path: Path) -> None:
+    """Else engines would pad with it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 8, "eos_token_id": [7, 8]}))
+    assert ModelInfo.read(str(tmp_path), "model.path").eos_ids == [7]
