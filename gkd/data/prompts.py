@@ -90,7 +90,8 @@ def make_too_long_error(files: Sequence[str], longest: int, shortest: int) -> Co
     bound = LENGTHS_COUNTED * longest
     has = f"{shortest}" if shortest <= bound else f"more than {bound}"
     return ConfigError(
-        f"data.max_prompt_length={longest}: every prompt in {', '.join(files)} is longer, the shortest has {has} tokens"
+        f"every prompt in {', '.join(files)} is longer than {longest} tokens (data.max_prompt_length, within the "
+        f"models' positions), the shortest has {has} tokens"
     )
 
 

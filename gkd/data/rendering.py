@@ -131,7 +131,7 @@ def drop_long(prompts: PromptSet, longest: int) -> PromptSet:
     short = [prompt for prompt, length in zip(prompts.prompts, lengths, strict=True) if length <= longest]
     if lengths and not short:
         raise ConfigError(
-            f"data.max_prompt_length={longest}: every prompt is longer as the teacher sees it "
+            f"every prompt is longer than {longest} tokens (data.max_prompt_length) as the teacher sees it "
             f"(teacher.chat_template), the shortest has {min(lengths)} tokens"
         )
     return PromptSet(short, prompts.n_too_long + len(lengths) - len(short))

@@ -97,7 +97,7 @@ def _drive(
     placement = _place_and_show(config, session, output)
     config = with_transfer(_with_offload(config, placement), placement.groups)
     _write(config, output)  # once more, with what the placement decided
-    out.print(step_text(config), soft_wrap=True)
+    out.print(step_text(config, inputs.max_length), soft_wrap=True)
     _log_doubts(config, placement)
     with (
         Progress(out, config.trainer.total_steps) as progress,
@@ -181,16 +181,20 @@ def _train_and_save(
         raise
 
 
-def step_text(config: Config) -> str:
-    """Describe what one step is made of, and the settings that memory depends on, in one line."""
+def step_text(config: Config, max_length: int) -> str:
+    """Describe what one step is made of, and the settings that memory depends on, in one line.
+
+    ``max_length``: tokens that a prompt and its response may have together, of models with few positions below the sum
+    of the settings.
+    """
     actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
+    response = config.rollout.max_response_length
     learned_from = "their own answers" if config.algorithm.is_supervised else f"{n} = {prompts * n:,} samples"
     samples = prompts * n
     updates = actor.epochs * -(-samples // (actor.mini_batch_size or samples))
     parts = [
         f"a step: {prompts:,} prompts x {learned_from}, {updates} update{'s' * (updates != 1)}",
-        f"prompts up to {config.data.max_prompt_length:,} and responses up to {config.rollout.max_response_length:,} "
-        "tokens",
+        f"prompts up to {max_length - response:,} and responses up to {response:,} tokens",
         f"micro-batches of {actor.micro_batch_tokens:,} tokens",
         f"learning rate {actor.lr:g}",
     ]

@@ -68,7 +68,7 @@ def test_prompts_that_are_all_far_too_long_are_counted(files: Path, capsys: pyte
         train, val = printed.out.split("=== data.val_files")
         (left_out,) = [line for line in train.splitlines() if "left out" in line]
         assert re.findall(r"\d+", left_out) == ["1", "10", "10"] and re.search(r"more than 10 +1 ", train)
-        assert "row 1" in val and contains_in_order(printed.err, "data.max_prompt_length=10", "long.jsonl", "20")
+        assert "row 1" in val and contains_in_order(printed.err, "long.jsonl", " 10 tokens", "20")
 
 
 def test_rows_are_those_of_their_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_what_can_be_shown_and_not_be_used_ends_with_the_runs_own_refusal(
     assert main([*arguments(files, "longer.jsonl"), "teacher.chat_template=student"]) == 2
     printed = capsys.readouterr()
     assert contains_in_order(printed.out, "row 1", "more than 10")
-    assert "data.max_prompt_length=10" in printed.err
+    assert " 10 tokens (data.max_prompt_length" in printed.err
     (files / "unanswered.jsonl").write_text(json.dumps({"question": "a", "answer": " "}) + "\n")
     supervised = [a for a in arguments(files, "unanswered.jsonl") if "teacher" not in a]
     supervised[1] = "+recipe=sft"

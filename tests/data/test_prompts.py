@@ -154,7 +154,7 @@ def test_limit(tmp_path: Path) -> None:
 
 def test_every_prompt_too_long(tmp_path: Path) -> None:
     error = complaint(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a a a"}], max_prompt_length=2)
-    assert contains_in_order(error, "data.max_prompt_length=2: ", f"{tmp_path}/x.jsonl", "3 tokens")
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl", " 2 tokens (data.max_prompt_length", " 3 tokens")
 
 
 def test_a_row_without_the_prompt_or_the_answer(tmp_path: Path) -> None:
