@@ -39,8 +39,10 @@ def read_directory(path: Path, part: str) -> Iterator[Row]:
                 f"data directory {path} holds several splits ({', '.join(splits)}): name one, such as {path}/train"
             )
         path, part = path / part, ""
-    if (path / "state.json").exists() or not any(path.rglob("*.*")):
-        with _failures(f"data directory {path} was not written by datasets' save_to_disk"):
+    if not any(path.rglob("*.*")):
+        raise ConfigError(f"data directory {path} holds no data files")
+    if (path / "state.json").exists():
+        with _failures(f"data directory {path} was not written whole by datasets' save_to_disk"):
             return _rows(datasets.Dataset.load_from_disk(str(path)), str(path))
     return _rows(_load(str(path), part, f"data directory {path}"), str(path))
 

@@ -37,7 +37,8 @@ def render(row: Row, key: str, messages: Sequence[Mapping[str, Any]], tokenizer:
     """
     if tokenizer.chat_template is None:
         raise ConfigError(
-            f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template"
+            f"{row.place}: {key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has no chat template: "
+            "write one into chat_template.jinja there, or name a column of text (data.prompt_key, data.prompt_template)"
         )
     question = messages_to_answer(messages)
     if not question:

@@ -167,7 +167,7 @@ def test_a_row_without_the_prompt_or_the_answer(tmp_path: Path) -> None:
 
 def test_no_chat_template(tmp_path: Path) -> None:
     rows = [{"messages": [message("user", "a")]}]
-    assert contains_in_order(complaint(tmp_path, rows, tokenizer=word_tokenizer()), "chat template")
+    assert contains_in_order(complaint(tmp_path, rows, tokenizer=word_tokenizer()), "chat template", "data.prompt_key")
 
 
 @pytest.mark.parametrize("value", [3, None, [], ["a"], [{"role": "user"}], {"role": "user", "content": "a"}])

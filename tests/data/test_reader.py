@@ -164,7 +164,9 @@ def test_an_address_is_no_name_in_the_cache(address: str) -> None:
     assert contains_in_order(error, address, "downloaded") and "hf download" not in error
 
 
-def test_directory_of_something_else(tmp_path: Path) -> None:
+def test_directory_without_data(tmp_path: Path) -> None:
+    assert contains_in_order(error_of(tmp_path), tmp_path, "no data")
+    (tmp_path / "state.json").write_text("{}")
     assert contains_in_order(error_of(tmp_path), tmp_path, "save_to_disk")
 
 
