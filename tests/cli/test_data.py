@@ -47,7 +47,8 @@ def test_prompts_are_shown_as_student_and_teacher_see_them(files: Path, capsys: 
     assert all("(data.max_prompt_length=10)" in line for line in left_out)
     assert ["teacher" in line for line in left_out] == [False, True]
     shown = {line.rpartition("█")[0].split("  ")[0].strip(): line.split()[-2] for line in lines if "█" in line}
-    assert shown == {"4-4 tokens": "1", "5-5 tokens": "1", "more than 10": "3"}
+    assert shown == {"4 tokens": "1", "5 tokens": "1", "more than 10": "3"}
+    assert not any(line.startswith("3 tokens") for line in lines)  # it begins with the shortest
     assert "2 prompts" in val
 
 

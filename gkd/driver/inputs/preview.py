@@ -211,15 +211,17 @@ def _make_readable(token_ids: Int32, tokenizer: Any, special: set[int]) -> Text:
 def _show_lengths(file: FilePreview, longest: int, out: Console) -> None:
     """Print a histogram of lengths in tokens, as the longer view has them, up to what a prompt may have."""
     lengths = [len(longer_view(prompt)) for prompt in file.prompts]
-    end = min(max(lengths, default=0), longest)
-    width = max(1, -(-end // BINS))
-    counts = [0] * -(-end // width)
-    for length in lengths:
-        if length <= longest:
-            counts[(length - 1) // width] += 1
-    beyond = len(lengths) + file.too_long - sum(counts)
+    short = [length for length in lengths if length <= longest]
+    start, n_lengths = (min(short), max(short) - min(short) + 1) if short else (0, 0)
+    width = max(1, -(-n_lengths // BINS))
+    counts = [0] * -(-n_lengths // width)
+    for length in short:
+        counts[(length - start) // width] += 1
+    beyond = len(lengths) + file.too_long - len(short)
     table = Table(title="lengths", title_justify="left", show_header=False, box=None, pad_edge=False)
-    rows = [(f"{i * width + 1:,}-{min((i + 1) * width, longest):,} tokens", n) for i, n in enumerate(counts)]
+    lows = range(start, start + n_lengths, width)
+    names = [f"{low:,}" if width == 1 else f"{low:,}-{min(low + width - 1, longest):,}" for low in lows]
+    rows = [(f"{name} tokens", n) for name, n in zip(names, counts, strict=True)]
     rows += [(f"more than {longest:,}", beyond)] if beyond else []
     most = max(n for _, n in rows)
     for name, n in rows:
