@@ -55,7 +55,10 @@ def require_no_run(path: Path, resume: bool) -> None:
 
     held = [name for name in (METRICS, SUMMARY, "model") if (path / name).exists()]
     if held and not resume:
-        raise ConfigError(f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away")
+        goes_on = ", or trainer.resume=true goes on with it" if (path / "checkpoints" / "latest").exists() else ""
+        raise ConfigError(
+            f"trainer.output_dir={path} already holds a run ({held[0]}); choose another or move it away{goes_on}"
+        )
 
 
 def require_writable(path: Path) -> None:

@@ -165,3 +165,16 @@ def test_the_directory_of_one_that_may_begin_need_not_be_there(tmp_path: Path) -
     assert make_output_dir(load({"trainer": {"resume": "auto", "output_dir": str(path)}})) == path
     (path / "metrics.jsonl").touch()
     assert make_output_dir(load({"trainer": {"resume": "auto", "output_dir": str(path)}})) == path
+
+
+def test_a_directory_with_a_checkpoint_is_refused_with_how_to_go_on(tmp_path: Path) -> None:
+    """As the command is typed again after Ctrl-C."""
+    (tmp_path / "metrics.jsonl").touch()
+    config = load({"trainer": {"output_dir": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=r"trainer\.output_dir") as caught:
+        make_output_dir(config)
+    assert "trainer.resume" not in str(caught.value)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_1")
+    with pytest.raises(ConfigError, match=r"trainer\.resume=true"):
+        make_output_dir(config)
