@@ -34,7 +34,9 @@ const figure = value => {
 const tickText = (tick, step) => {
   const size = Math.max(Math.abs(tick), step);
   if (tick === 0) return '0';
-  if (size >= 1e6 || step < 1e-6) return tick.toExponential(1);
+  if (size >= 1e6 || size < 1e-3 && step < 1e-6) {
+    return tick.toExponential(Math.min(20, Math.max(1, Math.ceil(Math.log10(size / step) - 1e-9))));
+  }
   let digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
   if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits += 1; // such as 0.25
   return tick.toLocaleString('en-US', { maximumFractionDigits: digits });

@@ -63,6 +63,8 @@ PROBE = """<script>addEventListener('load', () => setTimeout(() => {
     over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     back: getComputedStyle(document.body).backgroundColor, tip, gaps, cards, text, sorted,
     seconds: [59.4, 59.7, 119.6, 3599.7, 7300].map(seconds),
+    ticks: [[1, 1e-7], [1.0000002, 1e-7], [2e-7, 1e-7], [1.5e-6, 2.5e-7], [2e6, 1e6], [0.25, 0.25]]
+      .map(tick => tickText(...tick)),
     selectable: [...document.querySelectorAll('select option')].map(o => o.value),
     bounds: Charts.drawn.map(({ plot, lines }) => [lines[0].metric, plot.scales.y.min, plot.scales.y.max]),
     drawn: Number(document.documentElement.dataset.drawn), lanes: lanes(), earlier: chosen(0),
@@ -180,6 +182,11 @@ def test_a_step_is_drawn_as_lanes_with_the_causes_of_waits(look: Callable[..., S
 
 def test_durations_round_up_to_whole_minutes_and_hours(look: Callable[..., Seen]) -> None:
     assert look(WIDE).page["seconds"] == ["59.4 s", "1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
+
+
+def test_ticks_that_are_close_together_are_told_apart(look: Callable[..., Seen]) -> None:
+    """As of an importance ratio that is 1 to the seventh digit."""
+    assert look(WIDE).page["ticks"] == ["1", "1.0000002", "2.0e-7", "1.5e-6", "2.0e+6", "0.25"]
 
 
 def test_a_metric_that_is_0_throughout_is_drawn_as_a_share(tmp_path: Path) -> None:
