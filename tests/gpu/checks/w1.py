@@ -44,7 +44,9 @@ def ahead(context: Context) -> None:
     result = run_w1(context, "w1_ahead", "schedule.max_staleness=1")
     step = result.median("timing_s/step")
     context.note(step_s=step, first_step_s=result.first_step_s, mismatch_kl_max=result.largest("mismatch/kl"))
-    context.note(**{name: result.median(f"timing_s/{name}") for name in ("generate", "score", "update", "sync", "wait")})
+    context.note(
+        **{name: result.median(f"timing_s/{name}") for name in ("generate", "score", "update", "sync", "wait")}
+    )
     require(result.largest("staleness/max") == 1, "nothing was sampled ahead")
     require(result.largest("mismatch/kl") < 0.02, "sampler and trainer disagree")
     if not context.rehearsal:
