@@ -108,6 +108,15 @@ def test_what_differs_from_the_recipe() -> None:
     assert list_differences(recipe.model_copy(update={"recipe": "mine"})) is None
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "on_policy_distill", "sft", "distill_and_reward", "gspo"])
+def test_of_models_of_ones_own_the_built_in_task_is_no_difference(recipe: str) -> None:
+    own = ["model.path=x", "data.train_files=[y]", "data.val_files=[z]", "data.answer_key=answer"]
+    own += ["teacher.model.path=t"] if "distill" in recipe else []
+    config = compose([f"+recipe={recipe}", *own, "trainer.total_steps=3"])
+    names = {override.partition("=")[0] for override in own}
+    assert {name for name, _, _ in list_differences(config) or ()} == {*names, "trainer.total_steps"}
+
+
 def test_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
     named = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "actor 0"}}
     span = {"ph": "X", "name": "update", "pid": 7, "ts": 2_000_000, "dur": 500_000, "args": {"step": 3}}

@@ -28,6 +28,8 @@ MAX_EVENTS = 5_000
 DIGITS = 7
 PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
 """Settings that a run decides where they are null."""
+OWN = {"model.size": "1b", "data.train_files": "[x]", "data.val_files": "[x]", "data.answer_key": "answer"}
+"""What stands for models and data of one's own, with which a recipe is without the built-in task's settings."""
 OF_THE_RUN = (
     "trainer.output_dir",
     "trainer.resume",
@@ -118,13 +120,18 @@ def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped.
 
     Where the recipe has ``auto``, and for what is :data:`PLANNED` null, the run has decided, and its config.yaml holds
-    what.
+    what. With models of one's own it is without the settings of the built-in task.
     """
+    stand_ins: dict[str, str] = {}
     try:
         recipe = compose([f"+recipe={config.recipe}"])
+        if not config.uses_task:
+            stand_ins = OWN | ({"teacher.model.size": "1b"} if recipe.algorithm.needs_teacher else {})
+            recipe = compose([f"+recipe={config.recipe}", *(f"{name}={value}" for name, value in stand_ins.items())])
     except ConfigError:
         return None
-    there, here = flatten(recipe.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
+    there = flatten(recipe.model_dump(mode="json")) | dict.fromkeys(stand_ins)
+    here = flatten(config.model_dump(mode="json"))
     return [
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})
