@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, describe_error, describe_place, one_line
+
+log = logging.getLogger("gkd")
 
 
 class WorkerDied(RunFailed):
@@ -40,6 +44,22 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     if gone := _loss(error):
         return WorkerDied(f"{who}{gone}")
     return RunFailed(f"{who} failed: {describe_error(error)}")
+
+
+def log_unawaited_errors() -> None:
+    """Have an error of a call that nobody waits for any more logged in one line, where Ray prints a traceback.
+
+    That is in the worker's own log (:mod:`gkd.cluster.workers.worker`). Ranks that fail alike are one line.
+    """
+    logged = set[str]()
+
+    def handle(error: Exception) -> None:
+        text = one_line(explain(error, "a worker"))
+        if text not in logged:
+            logged.add(text)
+            log.warning("a call that nobody waited for failed: %s", text)
+
+    ray_worker._unhandled_error_handler = handle
 
 
 def _cause_name(cause: BaseException) -> str:

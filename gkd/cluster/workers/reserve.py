@@ -25,7 +25,7 @@ from gkd.cluster.layout.assignment import DeviceReport
 from gkd.cluster.layout.fit import request_text, require_fit
 from gkd.cluster.layout.nodes import GroupRequest, Node, Slot, choose_devices, solve
 from gkd.cluster.session.connect import Session
-from gkd.cluster.workers.failure import explain
+from gkd.cluster.workers.failure import explain, log_unawaited_errors
 from gkd.cluster.workers.worker import CONCURRENCY_GROUPS, Worker
 from gkd.config import Cluster
 from gkd.errors import RunFailed
@@ -235,6 +235,7 @@ def start_workers(
     Where that fails none of them is left. Raises NodeLostInReservation when a node leaves, RunFailed when one does not
     start.
     """
+    log_unawaited_errors()
     workers: list[Any] = []
     try:
         for bundle, resources in placements:

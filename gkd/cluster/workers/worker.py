@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -25,7 +26,7 @@ from gkd.cluster.layout.assignment import DeviceReport
 from gkd.cluster.session import reaper
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.environment import allocate_by
-from gkd.errors import RunFailed
+from gkd.errors import ConfigError, RunFailed
 
 # "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
 # them. "control" stays free for pings, aborts and queue submissions while "main" is busy.
@@ -43,6 +44,17 @@ def pause_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def keep_trace() -> Iterator[None]:
+    """Print the traceback of an error that nobody has thought of into this process' log; the driver prints a line."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ConfigError | RunFailed):
+            traceback.print_exc()
+        raise
 
 
 def end_family(pid: int, itself: bool = True) -> None:
@@ -114,7 +126,7 @@ class Worker:
         """Import ``package.module:Class`` and construct the object whose methods :meth:`call` reaches."""
         self._require_unbuilt("build")
         module, _, name = target.partition(":")
-        with pause_garbage_collection():
+        with keep_trace(), pause_garbage_collection():
             self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
         self._require_own_gpu()
 
@@ -133,22 +145,26 @@ class Worker:
         """Call a method of the object, or of a part of it (``part.method``), on the thread that built it, after all
         earlier calls.
         """
-        return self._method(method)(*args, **kwargs)
+        with keep_trace():
+            return self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object at once, on another thread, also while :meth:`call` is busy."""
-        return self._method(method)(*args, **kwargs)
+        with keep_trace():
+            return self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="weights")  # type: ignore[untyped-decorator]
     def load_bucket(self, *args: Any) -> Any:
         """Call the object's ``weights.load_bucket``, which waits until a bucket of new weights is loaded."""
-        return self._method("weights.load_bucket")(*args)
+        with keep_trace():
+            return self._method("weights.load_bucket")(*args)
 
     @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Yield what a generator method of the object yields, each item as soon as it is there."""
-        yield from self._method(method)(*args, **kwargs)
+        with keep_trace():
+            yield from self._method(method)(*args, **kwargs)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def block_until_end(self) -> None:

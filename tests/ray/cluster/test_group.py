@@ -92,6 +92,24 @@ def test_the_first_failure_is_raised_at_once_and_names_the_worker(groups):
     rollout.control("set_flag", timeout_s=60)
 
 
+def test_an_error_that_nobody_waits_for_is_one_line_and_its_traceback_is_in_the_workers_log(groups, cluster, caplog):
+    """Ranks that fail alike are one line together, and what a user is to read has no traceback anywhere."""
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    pids = [report.pid for report in groups["rollout"].reports]
+    groups["rollout"].submit_each("fail", [(0, "value"), (1, "value")])
+    groups["actor"].submit("fail", 0, "run")
+    assert eventually(lambda: len(caplog.records) == 2)
+    texts = sorted(record.getMessage() for record in caplog.records)
+    assert contains_in_order(texts[0], "a worker raised ValueError: two lines", "cluster_targets.py")
+    assert texts[1].endswith(": two lines")
+
+    def read_log(pid):
+        return "".join(file.read_text() for file in logs.glob(f"worker-*-{pid}.err"))
+
+    assert eventually(lambda: all("ValueError: two" in read_log(pid) for pid in pids))
+    assert "Traceback" not in read_log(groups["actor"].reports[0].pid)
+
+
 @pytest.mark.parametrize(("kind", "raised"), [("config", ConfigError), ("run", RunFailed)])
 def test_our_own_errors_come_out_as_they_are(groups, kind, raised):
     with pytest.raises(raised, match=r"^two\nlines$"):
