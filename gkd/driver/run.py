@@ -66,7 +66,7 @@ def drive(
     ``saved`` is the checkpoint that it goes on from.
     """
     try:
-        with Events(output / EVENTS, _find_first_step(saved)) as events:
+        with Events(output / EVENTS, _find_first_step(saved), started_s) as events:
             if saved is None:
                 note("start", f"gkd {__version__}, recipe {config.recipe}")
             else:

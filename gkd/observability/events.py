@@ -40,11 +40,13 @@ class Events(logging.Handler):
     """Writes warnings of the ``gkd`` logger, records with a ``kind``, and what :func:`note` is given, while entered.
 
     A record may have ``kind``, ``step`` and ``metric`` (``extra``). A file that cannot be written (a full disk) costs
-    one warning and never ends the run; what is not written then is once that can be.
+    one warning and never ends the run; what is not written then is once that can be. ``started_s``
+    (``time.monotonic``): when the run began, None for now.
     """
 
-    def __init__(self, path: Path, step: int = 0) -> None:
+    def __init__(self, path: Path, step: int = 0, started_s: float | None = None) -> None:
         super().__init__(logging.INFO)
+        self._started_s = time.monotonic() if started_s is None else started_s
         self.step, self._one_at_a_time = step, threading.RLock()
         self._path, self._lines, self._lost = path, JsonLines(path), False
 
@@ -74,7 +76,6 @@ class Events(logging.Handler):
     def __enter__(self) -> Self:
         log.addHandler(self)
         _entered.append(self)
-        self._began = time.monotonic()
         return self
 
     def __exit__(
@@ -82,7 +83,7 @@ class Events(logging.Handler):
     ) -> None:
         how = "finished" if error is None else describe_error(error)
         last = max(0, self.step - (error is None))  # of a run that has finished none is under way
-        note("end", f"{how} after {time.monotonic() - self._began:.0f} s", step=last, failed=kind is not None)
+        note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", step=last, failed=kind is not None)
         log.removeHandler(self)
         _entered.remove(self)
         self._lines.__exit__(kind, error, trace)

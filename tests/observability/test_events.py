@@ -58,9 +58,10 @@ def test_what_happens_is_written_as_it_happens(
 def test_a_run_that_fails_and_goes_on_appends(tmp_path: Path) -> None:
     with pytest.raises(RunFailed), Events(tmp_path / "events.jsonl"):
         raise RunFailed("two\nlines")
-    with Events(tmp_path / "events.jsonl", 7):
+    with Events(tmp_path / "events.jsonl", 7, time.monotonic() - 10_000):
         note("resume", "from step 6")
-    failed, resumed, _ = rows(tmp_path)
+    failed, resumed, end = rows(tmp_path)
+    assert float(end["text"].split()[-2]) >= 10_000  # since it began, which was before Ray and the models were there
     assert failed["failed"] and failed["text"].startswith("RunFailed: two lines ")
     assert (resumed["kind"], resumed["step"]) == ("resume", 7)
     log.warning("after the end")
