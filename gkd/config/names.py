@@ -197,6 +197,7 @@ DIFFERENT: dict[str, str] = {
     "custom_rm_path": "reward.functions=[package.module:NAME]",
     "num_train_epochs": "trainer.total_steps, in steps of trainer.batch_size prompts",
     "total_epochs": "trainer.total_steps, in steps of trainer.batch_size prompts",
+    "num_epochs": "trainer.total_steps, in steps of trainer.batch_size prompts",
     "num_episodes": "trainer.total_steps, in steps of trainer.batch_size prompts",
     "early_stopping_patience": "trainer.stop_early.patience, with trainer.stop_early.metric=val/accuracy",
     "early_stopping_threshold": "trainer.stop_early.min_delta, with trainer.stop_early.metric=val/accuracy",
