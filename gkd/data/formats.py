@@ -74,6 +74,7 @@ def read_csv(path: Path) -> Iterator[Row]:
     try:
         with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
             delimiter = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ","
+            separated = f"separated by {'commas' if delimiter == ',' else 'tabs'}"
             reader = csv.reader(text, delimiter=delimiter, strict=True)
             header: list[str] = next(reader, [])
             if len(set(header)) < len(header):
@@ -84,7 +85,7 @@ def read_csv(path: Path) -> Iterator[Row]:
                     continue
                 place = f"{path} line {reader.line_num}"
                 if len(fields) != len(header):
-                    raise ConfigError(f"{place} has {len(fields)} fields, and the header {len(header)}")
+                    raise ConfigError(f"{place} has {len(fields)} fields {separated}, and the header {len(header)}")
                 yield Row(dict(zip(header, fields, strict=True)), place)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
