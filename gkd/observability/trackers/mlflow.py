@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from pydantic import Field
 
+from gkd import durable
 from gkd.config.base import Settings
 from gkd.config.overrides import flatten
 from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
@@ -52,7 +53,7 @@ class MLflow(Tracker):
         group = run.config.trainer.run_group
         made = self._client.create_run(experiment, run_name=run.name, tags={"group": group} if group else {})
         self._id = made.info.run_id
-        kept.write_text(self._id)
+        durable.replace(kept, self._id.encode())
         self._log_settings(run)
 
     def _log_settings(self, run: TrackedRun) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from gkd import durable
 from gkd.config.base import Settings
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, sample_table
@@ -44,7 +45,7 @@ class WandB(Tracker):
         self._end = wandb.teardown
         kept = run.output_dir / "wandb_id"
         if not kept.exists():
-            kept.write_text(uuid.uuid4().hex)
+            durable.replace(kept, uuid.uuid4().hex.encode())
         try:
             self._run: Any = wandb.init(
                 project=config.project,
