@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -59,7 +60,8 @@ class MLflow(Tracker):
     def _log_settings(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:TEXT]) for name, value in flatten(run.config.model_dump(mode="json")).items()]
+        settings = flatten(run.config.model_dump(mode="json"))
+        params = [Param(_as_name(name), str(value)[:TEXT]) for name, value in settings.items()]
         for first in range(0, len(params), 100):  # as many as a request may have
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -68,7 +70,8 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        values = [Metric(_as_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Send samples as a table, an artifact a step."""
@@ -79,3 +82,8 @@ class MLflow(Tracker):
     def close(self, failed: bool) -> None:
         """Record how the run ended."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _as_name(text: str) -> str:
+    """Return a name without characters that MLflow refuses, with which it takes nothing of a step: ``pass_4``."""
+    return re.sub(r"[^/\w.\- :]", "_", text)

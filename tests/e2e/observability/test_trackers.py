@@ -105,3 +105,17 @@ def test_mlflow_takes_rewards_of_one_last_name(
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == values
     assert [record for record in caplog.records if record.name == "gkd"] == []
+
+
+def test_mlflow_takes_figures_of_several_samples_and_all_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed (pip install 'gkd[mlflow]')")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write(config("mlflow"), tmp_path, [{"step": 0, "val/hard/pass@4": 0.5, "val/hard/maj@4": 0.25, "val/loss": 2.0}])
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    expected = {"val/hard/pass_4": 0.5, "val/hard/maj_4": 0.25, "val/loss": 2.0}
+    assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == expected
+    assert [record for record in caplog.records if record.name == "gkd"] == []
