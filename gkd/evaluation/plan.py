@@ -12,7 +12,7 @@ from typing import Any
 
 from gkd.config import Config
 from gkd.config.eval_set import EvalSet
-from gkd.config.evaluation import STRATEGIES
+from gkd.config.evaluation import DEFAULT_STRATEGY, STRATEGIES
 from gkd.config.registry import shorten_name
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
@@ -59,12 +59,13 @@ class Measurement:
     def key(self, job: AnswerJob, seed: int) -> AnswerKey:
         """Return what the answer of a job depends on."""
         question = job.question
+        draws = self.sampling.temperature > 0 or self.label != DEFAULT_STRATEGY  # which may have its own temperature
         return AnswerKey(
             self.model.fingerprint,
             self.questions.name,
             question.key,
             job.index,
-            _digest(question, self.sampling, seed),
+            _digest(question, self.sampling, seed if draws else 0),
             self.identity,
         )
 
@@ -75,7 +76,7 @@ class Measurement:
 
 def _digest(question: Question, sampling: Sampling, seed: int) -> str:
     prompt = hashlib.sha256(question.prompt.token_ids.tobytes()).hexdigest()
-    parts = [sampling.max_tokens, sampling.temperature, sampling.top_p, prompt, seed if sampling.temperature else 0]
+    parts = [sampling.max_tokens, sampling.temperature, sampling.top_p, prompt, seed]
     # Of a strategy's own prompts, and of endpoints, whose templates nobody knows.
     further: dict[str, Any] = {name: getattr(sampling, name) for name in ("top_k", "min_p", "presence_penalty", "stop")}
     further["chat_template_kwargs"] = question.chat_template_kwargs

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from gkd.config.eval_set import EvalSet
+from gkd.config.evaluation import Endpoint
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import AnswerKey, AnswerLog, RecordedAnswer, fingerprint
+from gkd.evaluation.endpoint import EndpointModel
+from gkd.evaluation.plan import Measurement
+from gkd.evaluation.questions import Questions
+from gkd.types import Sampling
+from tests.evaluation.test_answering import jobs
 
 KEY = AnswerKey("f", "sums", "q1", 0, "s", "plain")
 ANSWERED = RecordedAnswer("1 \u2028 2\n", 3.0, 1, 3, False, 0.25)
@@ -35,6 +42,19 @@ def test_another_key_is_another_answer(tmp_path: Path, field: str) -> None:
     log.add(KEY, ANSWERED, {})
     assert replace(KEY, **{field: "other"}) not in log.answers
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "temperature", "same"),
+    [("plain", 0.0, True), ("plain", 0.7, False), ("self_consistency", 0.0, False), ("self_consistency", 0.7, False)],
+)
+def test_another_seed_is_another_answer_where_anything_is_drawn(strategy: str, temperature: float, same: bool) -> None:
+    """A strategy may draw at a temperature of its own."""
+    model = EndpointModel("a", Endpoint(url="http://127.0.0.1/v1", model="a"))
+    questions = Questions("sums", EvalSet(files=["sums.jsonl"]), [], 0)
+    measured = Measurement(model, questions, strategy, Sampling(8, temperature), strategy)
+    (job,) = jobs(1)
+    assert (measured.key(job, 0) == measured.key(job, 1)) == same
 
 
 def test_a_disk_that_is_full_is_named_and_loses_no_whole_answer(tmp_path: Path) -> None:
