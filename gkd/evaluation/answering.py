@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -199,7 +200,19 @@ async def _answer(strategy: Any, generate: CountingGenerate, job: AnswerJob, idl
             f"the strategy {name_of(strategy)} returned {type(answer).__name__}, not a "
             "gkd.evaluation.strategies.Answer with a text"
         )
+    _require_number(strategy, "cost", answer.cost, math.isinf)  # NaN: it is not known
+    _require_number(strategy, "iterations", answer.iterations, lambda value: not math.isfinite(value))
     return answer
+
+
+def _require_number(strategy: Any, name: str, value: Any, is_none: Callable[[float], bool]) -> None:
+    """Raise RunFailed for what a strategy counted, unless it is a number that can be written."""
+    try:
+        wrong = is_none(float(value))
+    except (TypeError, ValueError):
+        wrong = True
+    if wrong:
+        raise RunFailed(f"the strategy {name_of(strategy)} returned an Answer with {name}={value!r}: no number")
 
 
 def name_of(strategy: Any) -> str:

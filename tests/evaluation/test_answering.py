@@ -130,6 +130,23 @@ def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> 
         answer(Echo(), jobs(1), text)
 
 
+@pytest.mark.parametrize(
+    ("counted", "named"),
+    [
+        (Answer("1", None), "cost=None"),  # type: ignore[arg-type]
+        (Answer("1", float("inf")), "cost=inf"),
+        (Answer("1", 1.0, "two"), "iterations='two'"),  # type: ignore[arg-type]
+        (Answer("1", 1.0, float("nan")), "iterations=nan"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_strategy_that_counts_no_numbers_is_one_line(counted: Answer, named: str) -> None:
+    async def count(generate: GenerateFn, row: Columns) -> Answer:
+        return counted
+
+    with pytest.raises(RunFailed, match=rf"\bcount .*\b{named}"):
+        answer(Echo(), jobs(1), count)
+
+
 def test_a_strategy_that_waits_for_ever_is_ended_and_one_that_waits_for_replies_is_not() -> None:
     class Slow(Echo):
         async def reply(self, *args: Any) -> Reply:
