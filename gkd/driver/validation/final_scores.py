@@ -16,7 +16,7 @@ Scores = Mapping[str, float]
 def key_by_question(prompts: Sequence[Prompt], scores: Mapping[int, Scores]) -> dict[str, Scores]:
     """Return scores by what is asked, the same in every run, instead of by the number of the prompt."""
     scored = [prompt for prompt in prompts if prompt.id in scores]
-    keys = question_keys((prompt, prompt.text) for prompt in scored)
+    keys = question_keys((prompt, prompt.messages or prompt.text) for prompt in scored)  # the text is by a template
     return {key: scores[prompt.id] for key, prompt in zip(keys, scored, strict=True)}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.config import load
-from gkd.driver.validation.final_scores import write_scores
+from gkd.driver.validation.final_scores import key_by_question, write_scores
 from gkd.driver.validation.held_out import Validation
 from gkd.errors import RunFailed
 from gkd.evaluation.comparison import read_all
@@ -111,6 +111,16 @@ def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
         "val/accuracy": val.scores["accuracy"].value
     } == {name: value for name, value in metrics.items() if "raises" not in name and name != "val/reward/mean"}
     assert [own["accuracy"] for own in val.questions.values()] == [1.0, 0.0, 0.0]
+
+
+def test_questions_are_the_same_by_any_students_template() -> None:
+    """So that runs of students with other chat templates are compared."""
+    messages = ({"role": "user", "content": "1 + 1"},)
+    keys = [
+        list(key_by_question([Prompt(0, np.array([5], np.int32), text, "2", messages=messages)], {0: {}}))
+        for text in ("<user>1 + 1</user>", "[INST] 1 + 1 [/INST]")
+    ]
+    assert keys[0] == keys[1]
 
 
 def test_what_failed_is_counted_and_left_out_of_the_means() -> None:
