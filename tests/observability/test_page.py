@@ -194,6 +194,17 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_runs_of_one_name_are_told_apart_by_as_many_directories_as_it_takes(tmp_path: Path) -> None:
+    places = ["a/seed0/run", "b/seed0/run", "b/seed1/run", "other"]
+    runs = []
+    for place in places:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        runs.append(RunFiles(make_run(tmp_path / place, 1)))
+    assert [run["name"] for run in data_of(page(runs))["runs"]] == places
+    (_, twice) = data_of(page([runs[3], RunFiles(tmp_path / "a/../other")]))["runs"]
+    assert twice["name"].endswith("other")
+
+
 def test_wilson_at_the_ends() -> None:
     assert wilson_interval(0.0, 10)[0] == pytest.approx(0.0)
     assert wilson_interval(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)

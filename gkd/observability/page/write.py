@@ -67,11 +67,15 @@ def _encode_for_script(data: Any) -> str:
 
 
 def _name_apart(runs: Sequence[dict[str, Any]]) -> None:
-    """Name runs by their directories, with the directory above where two are called alike."""
+    """Name runs by their directories, with as many above as tell apart those that are called alike."""
     names = [run["name"] for run in runs]
+    alike = {run["path"]: Path(run["path"]).parts for run in runs if names.count(run["name"]) > 1}
+    n_parts = 2
+    while len({parts[-n_parts:] for parts in alike.values()}) < len(alike):
+        n_parts += 1
     for run in runs:
-        if names.count(run["name"]) > 1:
-            run["name"] = "/".join(Path(run["path"]).parts[-2:])
+        if run["path"] in alike:
+            run["name"] = "/".join(alike[run["path"]][-n_parts:])
 
 
 def write_at_end(output: Path) -> Path | None:
