@@ -93,7 +93,7 @@ class CountingGenerate:
         finally:
             self._n_waiting -= 1
             self._postpone()
-        reply = replace(reply, prompt=question.prompt.text)
+        reply = replace(reply, prompt=question.prompt.text, stops=sampling.stop)
         self.n_tokens += reply.n_tokens
         self._truncated.pop(reply.text, None)
         self._truncated[reply.text] = reply.truncated  # the last one that came stands last

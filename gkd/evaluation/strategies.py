@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from gkd.rewards.answers import with_opened_reasoning, without_reasoning
+from gkd.rewards.completion import without_stop
 
 Columns: TypeAlias = Mapping[str, Any]
 """A row of the data file."""
@@ -24,18 +25,20 @@ class Reply:
     """A model's reply: its text, its length in tokens, and whether the limit cut it.
 
     ``n_tokens`` is NaN of an endpoint that does not state it (``usage``). ``prompt``: the question's text, perhaps with
-    the ``<think>`` that a chat template ends with.
+    the ``<think>`` that a chat template ends with. ``stops``: the texts that end replies, one of which it may end with.
     """
 
     text: str
     n_tokens: float
     truncated: bool
     prompt: str = ""
+    stops: tuple[str, ...] = ()
 
     @property
     def conclusion(self) -> str:
-        """The text without the model's reasoning; "" where the limit cut that."""
-        return without_reasoning(with_opened_reasoning(self.prompt, self.text) if self.truncated else self.text)
+        """The text without the model's reasoning, "" where the limit cut that, and without the text that ended it."""
+        whole = with_opened_reasoning(self.prompt, self.text) if self.truncated else self.text
+        return without_stop(without_reasoning(whole), self.stops)
 
 
 @dataclass(frozen=True, slots=True)

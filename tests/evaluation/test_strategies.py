@@ -67,13 +67,16 @@ def test_what_is_not_is_none(one: object) -> None:
     assert not _is_strategy(one)
 
 
-def answered(model: Model, strategy: object, row: dict[str, object], opened: str = "") -> Answer:
+def answered(
+    model: Model, strategy: object, row: dict[str, object], opened: str = "", stop: tuple[str, ...] = ()
+) -> Answer:
     (job,) = jobs(1)
     prompt = replace(job.question.prompt, text=job.question.prompt.text + opened)
     question = Question(job.question.key, prompt, row)
     answers: list[Answer] = []
     to_answer = [type(job)(question, 0)]
-    answer_all(model, to_answer, strategy, Sampling(8), 0, 60.0, lambda job_answer: answers.append(job_answer.answer))
+    sampling = Sampling(8, stop=stop)
+    answer_all(model, to_answer, strategy, sampling, 0, 60.0, lambda job_answer: answers.append(job_answer.answer))
     return answers[0]
 
 
@@ -124,3 +127,13 @@ def test_what_a_model_thinks_is_not_what_it_says(opened: str) -> None:
     model = Model(lambda _, n: f"{own}hm</think>note {n}")
     answered(model, FixedRetrieval(Retrieval.Config(k=1)), {}, opened)
     assert "note 0" in model.prompts[-1] and "hm" not in model.prompts[-1]
+
+
+def test_a_text_that_ended_a_reply_is_no_part_of_what_it_says() -> None:
+    """Engines leave it there: on its own line it would be what all samples agree on."""
+    says = ["5\nQ:", "7\nQ:", "7\nQ:"]
+    strategy = SelfConsistency(SelfConsistency.Config(k=3))
+    assert answered(Model(lambda _, n: says[n]), strategy, {}, stop=("Q:",)).text == says[1]
+    model = Model(lambda _, n: f"note {n} Q:")
+    answered(model, FixedRetrieval(Retrieval.Config(k=1)), {}, stop=("Q:",))
+    assert "note 0" in model.prompts[-1] and "Q:" not in model.prompts[-1]
