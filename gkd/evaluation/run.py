@@ -210,7 +210,8 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
         rewards = rate(functions, rated)
     of_question: dict[str, list[SampledAnswer]] = {question.key: [] for question in questions.questions}
     for job, own, rating in zip(jobs, answers, rewards, strict=True):
-        scored = SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating)
+        is_reply = measurement.label == DEFAULT_STRATEGY or own.truncated  # of a strategy, perhaps
+        scored = SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating, is_reply)
         of_question[job.question.key].append(scored)
     values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
     seconds, n_tokens = sum(own.seconds for own in answers), add_up([own.n_tokens for own in answers])

@@ -23,6 +23,7 @@ class SampledAnswer:
     """One answer to a question as scores need it.
 
     ``text`` is :func:`gkd.rewards.completion.without_stop`. ``rewards``: by name, those of the set that did not fail.
+    ``is_reply``: whether it is what the model wrote, and not what a strategy made of that.
     """
 
     text: str
@@ -31,6 +32,7 @@ class SampledAnswer:
     cost: float | None
     iterations: int
     rewards: Mapping[str, float]
+    is_reply: bool = True
 
 
 def accuracy(response: str, prompt: Prompt, continues: bool = True) -> float:
@@ -51,8 +53,8 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
     n = len(answers)
     values: dict[str, float] = {}
     if question.prompt.answers:
-        # A strategy may have made of replies what is whole; a reply that the limit cut goes on where the prompt ends.
-        right = [accuracy(answer.text, question.prompt, answer.truncated) for answer in answers]
+        # What a strategy has made of replies is whole; a reply goes on where the prompt ends.
+        right = [accuracy(answer.text, question.prompt, answer.is_reply) for answer in answers]
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]
@@ -60,7 +62,7 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
                 if k <= n:
                     values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
             text = question.prompt.text
-            texts = [with_opened_reasoning(text, own.text) if own.truncated else own.text for own in answers]
+            texts = [with_opened_reasoning(text, own.text) if own.is_reply else own.text for own in answers]
             stated = [final_answer(own) for own in texts]
             values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
     for name in dict.fromkeys(name for answer in answers for name in answer.rewards):

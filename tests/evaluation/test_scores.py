@@ -9,7 +9,7 @@ import pytest
 
 from gkd.config.eval_set import EvalSet
 from gkd.evaluation.questions import Question
-from gkd.evaluation.scores import SampledAnswer, final_answer, group_by_difficulty, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, accuracy, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
 SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
@@ -51,14 +51,16 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
-def test_a_sample_that_is_cut_in_reasoning_which_its_prompt_began_answers_nothing() -> None:
+def test_a_sample_that_ends_in_reasoning_which_its_prompt_began_answers_nothing() -> None:
     asked = Question("q", Prompt(0, np.array([1], np.int32), "2 + 2 =<think>\n", "4"), {})
     texts = ("so 4", "5</think>4", "so \\boxed{4}", "so 5</think>5")
     replies = [replace(answer, truncated="</think>" not in answer.text) for answer in sampled(*texts)]
     scores = scores_of_question(asked, SETTINGS, replies)
     assert (scores["accuracy"], scores["maj@4"]) == (0.25, 0.5)
-    whole = [replace(answer, truncated=False) for answer in sampled("The answer is 4.")]  # which a strategy made
-    assert scores_of_question(asked, SETTINGS, whole)["accuracy"] == 1.0
+    ended = sampled("", "The answer is 4.")[1:]  # within its reasoning, by itself
+    assert scores_of_question(asked, SETTINGS, ended)["accuracy"] == accuracy(ended[0].text, asked.prompt) == 0.0
+    made = [replace(answer, is_reply=False) for answer in ended]
+    assert scores_of_question(asked, SETTINGS, made)["accuracy"] == 1.0
 
 
 def test_questions_are_split_by_difficulty() -> None:
