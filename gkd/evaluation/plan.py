@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.eval_set import EvalSet
 from gkd.config.evaluation import DEFAULT_STRATEGY, STRATEGIES
-from gkd.config.registry import shorten_name
+from gkd.config.registry import file_of, shorten_name
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer
@@ -96,7 +97,11 @@ def _identity(config: Config, strategy: str) -> str:
 def _name_of(strategy: str) -> str:
     if strategy in STRATEGIES.names():
         return strategy
-    source = inspect.getsourcefile(STRATEGIES.load(strategy))
+    own = STRATEGIES.load(strategy)
+    if inspect.isclass(own) or inspect.isroutine(own):
+        source = inspect.getsourcefile(own)
+    else:  # an object, such as a partial function: what it is made with is where it is named
+        source = str(file_of(strategy) or sys.modules[strategy.rpartition(":")[0]].__file__)
     content = Path(source).read_bytes() if source is not None else b""
     return f"{shorten_name(strategy)}@{hashlib.sha256(content).hexdigest()[:8]}"
 

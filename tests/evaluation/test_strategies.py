@@ -6,11 +6,14 @@ import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from gkd.config import load
 from gkd.config.evaluation import _is_strategy
 from gkd.evaluation.answering import answer_all
+from gkd.evaluation.plan import measurements
 from gkd.evaluation.questions import Question
 from gkd.evaluation.retrieval import AdaptiveRetrieval, FixedRetrieval, Retrieval
 from gkd.evaluation.self_consistency import SelfConsistency
@@ -60,6 +63,27 @@ def plain(generate: object, row: object) -> Answer:
 @pytest.mark.parametrize("one", [strategy, functools.partial(strategy, k=2), decorated, OfAClass, OfAClass()])
 def test_whatever_is_awaited_with_ask_and_row_is_a_strategy(one: object) -> None:
     assert _is_strategy(one)
+
+
+@pytest.mark.parametrize("name", ["function", "partial", "OfAClass", "an_object"])
+def test_a_strategy_of_ones_own_is_known_by_the_file_that_names_it(name: str, tmp_path: Path) -> None:
+    file, asked = tmp_path / "own.py", tmp_path / "asked.jsonl"
+    file.write_text(
+        "import functools\n\nfrom gkd.evaluation.strategies import Answer\n\n\n"
+        "async def function(generate, row, k=1):\n    return Answer('1', 0)\n\n\n"
+        "class OfAClass:\n    async def __call__(self, generate, row):\n        return Answer('1', 0)\n\n\n"
+        "partial, an_object = functools.partial(function, k=2), OfAClass()\n"
+    )
+    asked.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    own_set = {"files": [str(asked)], "answer_key": "answer"}
+    endpoint = {"url": "http://127.0.0.1/v1", "model": "a"}
+    evaluate = {"strategies": [f"{file}:{name}"], "sets": {"sums": own_set}, "endpoints": {"a": endpoint}}
+    config = load({"evaluate": evaluate})
+    (before,) = measurements(config, False, print)
+    assert before.identity.startswith(f"{name}@")
+    file.write_text(file.read_text().replace("k=2", "k=3"))
+    (after,) = measurements(config, False, print)
+    assert after.identity != before.identity
 
 
 @pytest.mark.parametrize("one", [plain, Answer, object()])
