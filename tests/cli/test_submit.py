@@ -236,6 +236,18 @@ def test_an_address_that_is_none_is_one_line_in_time(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_a_dashboard_is_not_asked_for_through_a_proxy(
+    variable: str, web: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """That of this machine's own head could not be reached otherwise where a company's proxy is set."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")
+    assert main(["--address", web, "--status"]) == 2
+    assert "Ray dashboard" in capfd.readouterr().err  # the page's answer, and not that nothing answers
+
+
 def test_without_an_address_the_head_started_here_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
     monkeypatch.setenv("GKD_RAY_DIR", str(tmp_path))

@@ -23,17 +23,19 @@ REQUEST_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 60.0  # a cluster that stays silent longer is gone
 STOP_TIMEOUT_S = 600.0  # for a job's last checkpoint; Ray's own limit is 3 s
 POLL_EVERY_S = 5.0
+NO_PROXY = {"http": None, "https": None, "all": None}  # as a job's log and nodes that join are fetched without one
 
 Write = Callable[[str], None]
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc]
-    """Ray's client with deadlines, which its own requests lack."""
+    """Ray's client with deadlines, which its own requests lack, and without the environment's proxies."""
 
     timeout_s = CONNECT_TIMEOUT_S
 
     def _do_request(self, *args: Any, **kwargs: Any) -> requests.Response:
-        response: requests.Response = super()._do_request(*args, timeout=self.timeout_s, **kwargs)
+        options = {"timeout": self.timeout_s, "proxies": NO_PROXY, **kwargs}
+        response: requests.Response = super()._do_request(*args, **options)
         return response
 
 
