@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import os
 import socket
 import sys
 from dataclasses import replace
@@ -142,6 +143,22 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 15555)):
         (finding,) = of_level(system.check_ports(own=False), "warning")
         assert finding.observation.startswith("15555 (") and "teacher" in finding.observation
+
+
+def test_a_directory_that_cannot_be_looked_into_is_not_writable(tmp_path: Path) -> None:
+    """As the home of another user, which HOME still names after `sudo`: it ends no check."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0)
+    is_root = os.getuid() == 0  # who may look everywhere
+    if is_root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        (finding,) = system.check_disks({"cache": home / ".cache" / "gkd"})
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
+        home.chmod(0o700)
+    assert (finding.level, finding.subject) == ("failed", "disk")
 
 
 @pytest.mark.parametrize(

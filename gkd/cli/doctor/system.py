@@ -34,7 +34,7 @@ def check_ports(own: bool) -> Iterator[Finding]:
 def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
     """Check room and permission to write in each place, by what it is for."""
     for purpose, place in places.items():
-        there = next(path for path in (place, *place.parents) if path.exists())
+        there = next(path for path in (place, *place.parents) if os.access(path, os.F_OK))  # to be seen by this user
         if not os.access(there, os.W_OK):
             yield fail(
                 "disk", f"{there} ({purpose}) is not writable", "choose another directory or change its permissions"
