@@ -137,6 +137,15 @@ def head_flops(shape: ModelShape) -> float:
     return 2.0 * shape.head
 
 
+def weights_read(shape: ModelShape, n: float) -> float:
+    """Count the numbers that a step with ``n`` tokens reads: layers and head, of experts those that any token goes to.
+
+    Each token goes to experts that have nothing to do with the others'.
+    """
+    layers = (kind.count * w.size * (1 - (1 - w.share) ** n) for kind in shape.layers for w in kind.weights)
+    return float(shape.head + sum(layers))
+
+
 def generate_s(layout: Layout, engine: Engine) -> float:
     """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
     workload = layout.workload()
@@ -159,7 +168,8 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     workload, shape, c = layout.workload(), layout.models.student, layout.compute_bytes
     rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
-    read = c * (shape.n_active if n < 4 else shape.n_parameters) + n * context * kv_bytes(shape, 1, c)
+    tp = engine.tensor_parallel_size
+    read = c * weights_read(shape, n) + n * context * tp * kv_bytes(shape, tp, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
     on_host = ENGINE_STEP_S + n * ENGINE_SEQUENCE_S
     step = max(on_host, read / reading, computed) + network_s(layout, shape, engine, n)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from gkd.errors import ConfigError
+from gkd.planning.shapes import shape_of
 from gkd.planning.simulation.stages import (
     HOST_LINK,
     Stages,
     adam_s,
+    decode_s,
     forward_flops,
     generate_s,
     quick_step_s,
@@ -17,6 +20,7 @@ from gkd.planning.simulation.stages import (
     stages_of,
     transfer_of,
     update_s,
+    weights_read,
 )
 from tests.planning.layouts import layout_of
 
@@ -94,6 +98,40 @@ def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
     length = s.workload().prompt + s.workload().response
     waited = 28 * 2 * (20e-6 + length * 1_536 * 2 / 50e9)
     assert score_s(s, "teacher", s.config.teacher) - score_s(s, "teacher", on_one) == pytest.approx(waited)
+
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 16, 256])
+def test_a_step_reads_the_experts_that_any_of_its_tokens_goes_to(n: int) -> None:
+    """Against tokens that draw 8 of 128 experts each, of 3 * 768 * 2048 numbers; and all else but the embeddings."""
+    shape, rng = shape_of(QWEN3_30B), np.random.default_rng(0)
+    drawn = np.mean([len({e for _ in range(n) for e in rng.choice(128, 8, replace=False)}) for _ in range(200)])
+    an_expert, head = 48 * 3 * 768 * 2048, 151936 * 2048
+    others = shape.n_parameters - 128 * an_expert - head
+    assert weights_read(shape, n) == pytest.approx(others + drawn * an_expert, rel=0.02)
+
+
+def test_a_dense_model_is_read_with_its_head_however_few_tokens_there_are() -> None:
+    shape = layout_of(*H200).models.student
+    assert weights_read(shape, 1) == pytest.approx(shape.n_parameters, rel=1e-3)
+    assert weights_read(shape, 1) == weights_read(shape, 3) == weights_read(shape, 100)
+
+
+def test_gpus_that_repeat_heads_of_the_cache_read_these_each() -> None:
+    """Of four GPUs with two key-value heads, each reads one: 28 layers, 128 keys and values of 2 bytes a token."""
+    wide = ("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h100-80gb", "plan.tflops=100000",
+            "rollout.n_gpus_per_node=4", "rollout.tensor_parallel_size=4", "data.max_prompt_length=30000")  # fmt: skip
+    s = layout_of(*wide)
+    seconds = [decode_s(s, s.config.rollout, n) for n in (1000, 2000)]
+    context = s.workload().prompt + s.workload().response / 2
+    a_gpu = 1000 * context * 28 * 1 * 128 * 2 * 2 / (3350e9 * 0.8 * 0.85)
+    assert seconds[1] - seconds[0] == pytest.approx(a_gpu, rel=0.01)
 
 
 def test_an_adapter_alone_is_sent_at_once_and_costs_every_token() -> None:
