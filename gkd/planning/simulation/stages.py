@@ -217,32 +217,44 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     """Return the seconds of all optimizer steps of a batch on ``world`` ranks of ``nnodes`` nodes.
 
     Forward and both backward products are three passes, four with checkpointing; with an adapter one less. The head
-    runs forward twice. Gathering weights (twice) and reducing gradients overlaps with computing a micro-batch.
+    runs forward twice, at the tokens of responses. Weights are gathered and come from the host's memory for forward and
+    backward pass, gradients are reduced and go there.
     """
     workload, hardware, shape, actor = layout.workload(), layout.hardware, layout.models.student, layout.config.actor
-    length, lora = workload.length, actor.lora.r is not None
-    layers = forward_flops(shape, length / 2) * (3 + actor.gradient_checkpointing - lora)
-    head = head_flops(shape) * workload.response / length * (3 if lora else 4)
+    c, lora, size = layout.compute_bytes, actor.lora.r is not None, actor.copy_size(world)
     mini = min(actor.mini_batch_size or workload.samples, workload.samples)
-    n_steps = -(-workload.samples // mini)
-    each = -(-mini // world) * length  # tokens of a rank
-    micro = min(max(actor.micro_batch_tokens, length), each)  # the largest may be longer, and padded
-    size = actor.copy_size(world)
-    moved = 0.0 if size == 1 else (2 * layout.compute_bytes + (0 if lora else F32)) * shape.n_parameters
-    link = hardware.link if size <= world // nnodes else hardware.network
-    a_micro = max(micro * (layers + head) / hardware.flops, moved / link)
-    if actor.offloaded == "weights" and not hardware.is_cpu:
-        # Weights come over twice and gradients go back once for every micro-batch; the host does the optimizer's step.
-        over_host_link = (2 * layout.compute_bytes if lora else 3 * F32) * shape.n_parameters / size
-        a_micro = max(a_micro, over_host_link / HOST_LINK)
-    once = each / micro * a_micro + adam_s(layout, world)
+    n_whole, rest = divmod(workload.samples, mini)
+    parts = [(n_whole, mini)] + ([(1, rest)] if rest else [])  # how many updates, of how many samples each
+    n_updates = sum(n for n, _ in parts)
+    a_layer_pass, a_head = forward_flops(shape, workload.length / 2), head_flops(shape) * workload.response
+    layers, head = 3 + actor.gradient_checkpointing - lora, 3 if lora else 4
+    to_and_fro, from_host = 2 * c + (0 if lora else F32), 2 * c if lora else 3 * F32
+    once = adam_s(layout, world)
     if size < world and not lora:  # gradients of all copies are summed, twice over the slowest link
         once += 2 * F32 * shape.n_parameters / size / (hardware.link if nnodes == 1 else hardware.network)
-    a_forward = n_steps * each * (forward_flops(shape, length / 2) + head_flops(shape)) / hardware.flops
+
+    def pass_s(samples: int, layers: int, heads: int, gathered: float, from_host: float) -> float:
+        """``gathered``, ``from_host``: bytes of a parameter that move for every micro-batch."""
+        tokens = -(-samples // world) * workload.length
+        micro = min(max(actor.micro_batch_tokens, workload.length), tokens)  # the largest may be longer, and padded
+        computed = micro * (layers * a_layer_pass + heads * a_head / workload.length) / hardware.flops
+        moved = gathered * shape.n_parameters * (1 - 1 / size) / _copy_link(layout, world, nnodes)
+        hosted = actor.offloaded == "weights" and not hardware.is_cpu
+        over_host_link = from_host * shape.n_parameters / size / HOST_LINK if hosted else 0.0
+        return tokens / micro * max(computed, moved, over_host_link)
+
+    learned = sum(n * pass_s(part, layers, head, to_and_fro, from_host) for n, part in parts) + n_updates * once
     algorithm = layout.config.algorithm
-    old_logprobs = a_forward if actor.epochs * n_steps > 1 and algorithm.weighs_samples else 0.0
-    reference_logprobs = a_forward if algorithm.kl.coef > 0 and lora else 0.0
-    return actor.epochs * n_steps * once + (old_logprobs + reference_logprobs)
+    old_logprobs = actor.epochs * n_updates > 1 and algorithm.weighs_samples
+    n_forward = old_logprobs + (algorithm.kl.coef > 0 and lora)
+    forward = sum(n * pass_s(part, 1, 1, c, c if lora else F32) for n, part in parts) if n_forward else 0.0
+    return actor.epochs * learned + n_forward * forward
+
+
+def _copy_link(layout: Layout, world: int, nnodes: int) -> float:
+    """Return the bytes a second of the slowest link between the ranks that hold one copy of the student together."""
+    within = layout.config.actor.copy_size(world) <= world // nnodes
+    return layout.hardware.link if within else layout.hardware.network
 
 
 def adam_s(layout: Layout, world: int) -> float:

@@ -175,6 +175,34 @@ def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
     assert times == pytest.approx([4096 * 3500 / 8192 * moved / HOST_LINK] * 4)
 
 
+def test_a_batch_takes_as_many_samples_as_it_has_however_it_is_cut() -> None:
+    """Of 520 samples the second update learns from 8, and not from 512 again."""
+    cut = (*LONG[:3], "trainer.batch_size=130", "rollout.n=4")
+    whole, parts = (layout_of(*cut, *more) for more in ((), ("actor.mini_batch_size=512",)))
+    learned = update_s(whole, 1, 1) - adam_s(whole, 1)
+    old_logprobs = update_s(layout_of(*cut, "actor.epochs=2"), 1, 1) - 2 * update_s(whole, 1, 1)
+    assert update_s(parts, 1, 1) == pytest.approx(learned + old_logprobs + 2 * adam_s(parts, 1), rel=0.01)
+
+
+def test_log_probabilities_that_ratios_start_from_are_of_responses() -> None:
+    """By hand: one pass of all tokens through the layers, of the responses' through the head."""
+    short = ("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", "data.max_prompt_length=3840")
+    once, twice = (layout_of(*short, f"actor.epochs={n}") for n in (1, 2))
+    workload, shape = once.workload(), once.models.student
+    layers = workload.length * forward_flops(shape, workload.length / 2)
+    seconds = workload.samples * (layers + workload.response * 2 * shape.head) / once.hardware.flops
+    assert update_s(twice, 1, 1) - 2 * update_s(once, 1, 1) == pytest.approx(seconds)
+
+
+def test_each_of_two_ranks_gathers_the_half_that_it_does_not_have() -> None:
+    """By hand: of every parameter 2 bytes for the forward, 2 for the backward pass, and 4 of its gradient."""
+    s = layout_of(*LONG, "rollout.max_response_length=4096", "plan.link_gb_s=1")
+    whole = (2 * 2 + 4) * s.models.student.n_parameters / 1e9
+    for world in (2, 128):
+        a_micro_batch = (update_s(s, world, 1) - adam_s(s, world)) / (4096 * 3500 / world / 8192)
+        assert a_micro_batch == pytest.approx(whole * (world - 1) / world)
+
+
 def test_moments_cross_the_hosts_link_once_a_step() -> None:
     """Each way at the same time, beside which the update takes what it takes without."""
     plain, there = (layout_of(*LONG, f"actor.offload_optimizer={value}") for value in ("false", "true"))
