@@ -96,10 +96,14 @@ def actor_overrides(config: Config, longest: int) -> dict[int, str]:
 
 
 def _shorten_texts(config: Config) -> list[Change]:
+    """Offer smaller limits of texts, not below the mean lengths that are known."""
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    least = [max(16, mean or 0) for mean in (config.plan.prompt_length, config.plan.response_length)]
+    responses = tuple(v for v in (response * 3 // 4, response // 2) if v >= least[1])
+    prompts = tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= least[0])
     return [
-        Change("rollout.max_response_length", 3, tuple(v for v in (response * 3 // 4, response // 2) if v >= 16)),
-        Change("data.max_prompt_length", 3, tuple(v for v in (prompt * 7 // 8, prompt * 3 // 4) if v >= 16)),
+        Change("rollout.max_response_length", 3, responses),
+        Change("data.max_prompt_length", 3, prompts),
     ]
 
 

@@ -22,9 +22,9 @@ from gkd.planning.advice.advise import (
     explain_shortage,
     require_memory,
 )
-from gkd.planning.advice.changes import Value, memory_with
+from gkd.planning.advice.changes import Value, actor_changes, memory_with
 from gkd.planning.advice.report import plan, show
-from gkd.planning.layout import Layout, has_room, with_settings
+from gkd.planning.layout import Layout, has_room, require_lengths, with_settings
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.memory.pools import GroupMemory
 from tests.error_text import contains_in_order
@@ -84,6 +84,19 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
         }:
             fewer = {name: value for name, value in one.settings.items() if name != left_out}
             assert not _memory(replace(s, config=with_settings(s.config, fewer)), group).fits
+
+
+@pytest.mark.parametrize("mean", ["plan.response_length=250", "plan.prompt_length=1000"])
+def test_no_limit_is_advised_below_a_mean_length_that_is_given(mean: str) -> None:
+    """The plan itself would refuse what was pasted."""
+    case = ("+recipe=grpo", "model.size=7b", "actor.lora.r=16", "placement=8gpu", "plan.gpu_type=rtx-4090", mean)
+    s = layout_of(*case)
+    for one in advise(s, "actor"):
+        require_lengths(layout_of(*case, *one.overrides().split()).config, s.models)
+    setting = "rollout.max_response_length" if "response" in mean else "data.max_prompt_length"
+    offered = [change.setting for change in actor_changes(s.config, s.workload().longest, None) if change.values]
+    assert setting not in offered
+    assert {"rollout.max_response_length", "data.max_prompt_length"} & set(offered)
 
 
 def _memory(layout: Layout, group: str) -> GroupMemory:
