@@ -167,8 +167,9 @@ def _measure(layout: Layout, group: str, pool: Pool, factors: Factors) -> PoolSi
         return PoolSize(pool, score_s(layout, group, pool) * factors.score, tail)
     if isinstance(pool, Engine):
         return PoolSize(pool, generate_s(layout, pool) * factors.generate)
-    world = pool.n_workers
-    return PoolSize(pool, update_s(layout, world, pool.nnodes) * factors.update + sync_s(layout, world) * factors.sync)
+    world, nnodes = pool.n_workers, pool.nnodes
+    update, sync = update_s(layout, world, nnodes), sync_s(layout, world, nnodes)
+    return PoolSize(pool, update * factors.update + sync * factors.sync)
 
 
 def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:

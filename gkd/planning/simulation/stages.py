@@ -121,7 +121,7 @@ def stages_of(layout: Layout) -> Stages:
         score=scored.get("teacher", 0.0),
         reference=scored.get("reference", 0.0),
         update=update,
-        sync=sync_s(layout, world),
+        sync=sync_s(layout, world, config.trainer.nnodes),
         tail=max((score_one_s(layout, group, pool) for group, pool in scorers.items()), default=0.0),
         reward=scored.get("reward_model", 0.0),
     )
@@ -271,18 +271,20 @@ def adam_s(layout: Layout, world: int) -> float:
     return max(on_device, 2 * size / HOST_LINK) if offloaded == "optimizer" else on_device
 
 
-def sync_s(layout: Layout, world: int) -> float:
-    """Return the seconds of new weights: gathered, then read by every engine at the same time.
+def sync_s(layout: Layout, world: int, nnodes: int) -> float:
+    """Return the seconds of new weights of ``world`` ranks of ``nnodes`` nodes.
 
-    Through the object store they are serialised and loaded. From GPU to GPU they are read and written twice, as they
-    are packed and as they are loaded, and go over the link where engines are not on the actor's GPUs.
+    They are gathered, then read by every engine at the same time. Through the object store they are serialised and
+    loaded. From GPU to GPU they are read and written twice, as they are packed and as they are loaded, and go over the
+    link where engines are not on the actor's GPUs.
     """
     hardware, shape, n_sent = layout.hardware, layout.models.student, layout.models.student.n_parameters
     if layout.config.weights.adapter_only:
         n_sent = round(sum(n * w.shard_size(1) for n, w in adapter_weights(shape, layout.config.actor.lora)))
     n_bytes = layout.compute_bytes * n_sent
     transfer = TRANSFERS.load(transfer_of(layout))
-    gathered = 0.0 if layout.config.actor.copy_size(world) == 1 or not transfer.gathers else n_bytes / hardware.link
+    lacking = 1 - 1 / layout.config.actor.copy_size(world)
+    gathered = lacking * n_bytes / _copy_link(layout, world, nnodes) if transfer.gathers else 0.0
     if not transfer.gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _is_on_one_node(layout) else hardware.network

@@ -203,6 +203,14 @@ def test_each_of_two_ranks_gathers_the_half_that_it_does_not_have() -> None:
         assert a_micro_batch == pytest.approx(whole * (world - 1) / world)
 
 
+def test_new_weights_of_an_actor_over_two_nodes_are_gathered_over_the_network() -> None:
+    """Of 16 ranks each lacks 15 parts; copies within a node lack 7 of 8, which do not cross the network."""
+    two = ("+recipe=grpo", "model.size=32b", "plan.gpu_type=h100-80gb", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    whole, copies = (stages_of(layout_of(*two, *size)).sync for size in ((), ("actor.fsdp_size=8",)))
+    n_bytes = 2 * layout_of(*two).models.student.n_parameters
+    assert whole - copies == pytest.approx(n_bytes * (15 / 16 / 25e9 - 7 / 8 / 450e9))
+
+
 def test_moments_cross_the_hosts_link_once_a_step() -> None:
     """Each way at the same time, beside which the update takes what it takes without."""
     plain, there = (layout_of(*LONG, f"actor.offload_optimizer={value}") for value in ("false", "true"))
