@@ -100,7 +100,7 @@ def test_an_error_that_nobody_waits_for_is_one_line_and_its_traceback_is_in_the_
     groups["actor"].submit("fail", 0, "run")
     assert eventually(lambda: len(caplog.records) == 2)
     texts = sorted(record.getMessage() for record in caplog.records)
-    assert contains_in_order(texts[0], "a worker raised ValueError: two lines", "cluster_targets.py")
+    assert contains_in_order(texts[0], "raised ValueError: ", "cluster_targets.py")
     assert texts[1].endswith(": two lines")
 
     def read_log(pid):
