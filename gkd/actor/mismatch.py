@@ -53,9 +53,10 @@ def compute_means(row: Metrics) -> Metrics:
         return row
     row = dict(row)
     for prefix, share in (("", 1 - row[SHARE]), ("stale_", row[SHARE])):
+        is_of_none = not row[f"mismatch/{prefix}{_LARGEST}"]  # exact, which the share, a sum of parts, is not
         for name in _MEANS:
-            row[f"mismatch/{prefix}{name}"] /= share or 1.0
-        if share < 1e-9:  # of no token
+            row[f"mismatch/{prefix}{name}"] /= share if share > 0 else 1.0
+        if is_of_none:
             for name in (*_MEANS, _LARGEST):
                 del row[f"mismatch/{prefix}{name}"]
     return row

@@ -61,6 +61,22 @@ def test_means_are_over_tokens_of_one_age(samples: list[TrainingSample], stale: 
         assert [row[name] for name in names] == pytest.approx([float(value) for value in expected])
 
 
+@pytest.mark.parametrize(("version", "left_out"), [(3, "mismatch/"), (4, "mismatch/stale_")])
+def test_what_no_token_is_of_is_left_out_of_several_micro_batches(version: int, left_out: str) -> None:
+    """In float32 their shares, 1/12 + 10/12 + 1/12, are less than 1 together."""
+    added, largest = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for n in (1, 10, 1):
+        stale, ratio = stale_tokens([across((n, version))], version=4), torch.full((n,), 1.5)
+        sums, most = split_by_age({"mismatch/kl": ratio, "mismatch/is_ratio_mean": ratio}, {}, stale)
+        added = {name: added.get(name, torch.zeros(())) + values.sum() / 12 for name, values in sums.items()}
+        largest = {name: max(largest.get(name, value), value) for name, value in most.items()}
+    row = compute_means({name: float(value) for name, value in (added | largest).items()})
+    kept = {"mismatch/": "mismatch/stale_", "mismatch/stale_": "mismatch/"}[left_out]
+    names = {f"{kept}{name}" for name in ("kl", "is_ratio_mean", "is_ratio_max")}
+    assert row.keys() == {SHARE, *names}
+    assert [row[name] for name in names] == pytest.approx([1.5] * 3)
+
+
 def test_an_empty_micro_batch_has_no_tokens_of_any_age() -> None:
     none = torch.zeros(0)
     sums, largest = split_by_age({"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, stale_tokens([], version=4))
