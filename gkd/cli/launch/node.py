@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         address, dashboard = options.address, None
     local.clear()
     node = local.LocalNode(options.command, address, dashboard, 0, secrets.token_hex(4), options.simulate_gpus)
-    command = [sys.executable, "-c", HOLD, str(Path(__file__).parents[3]), f"--temp-dir={node.ray_directory}"]
+    command = [_python(node), "-c", HOLD, str(Path(__file__).parents[3]), f"--temp-dir={node.ray_directory}"]
     with node.log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *_ray_options(options, ip), *further],
@@ -182,6 +183,18 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
             local.stop(node)
         raise
     return node
+
+
+def _python(node: local.LocalNode) -> str:
+    """Return this interpreter by a path that a shell takes as it is, which Ray makes it do for jobs' processes.
+
+    They would never start below a directory with a space in its name.
+    """
+    if shlex.quote(sys.executable) == sys.executable or not Path(sys.executable).is_relative_to(sys.prefix):
+        return sys.executable
+    node.ray_directory.mkdir(exist_ok=True)
+    (link := node.ray_directory / "python").symlink_to(sys.prefix)
+    return str(link / Path(sys.executable).relative_to(sys.prefix))
 
 
 def _wait_for_head(address: str, timeout_s: float) -> None:
