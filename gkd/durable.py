@@ -65,6 +65,24 @@ def hold(descriptor: int, shared: bool = False) -> bool:
     return True
 
 
+def create_secret(path: Path, text: str) -> bool:
+    """Write a file that only its owner may read, all of it at once, and only where there is none; return whether.
+
+    Its directory is made where it is not there. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        os.link(draft, path)  # nobody was faster
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
 def replace_directory(new: Path, path: Path) -> None:
     """Put the directory ``new`` in the place of ``path``, flushed, with the permissions that new files have.
 

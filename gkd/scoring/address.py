@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.auth import load_certificate
 
+from gkd import durable
 from gkd.config import Teacher
 from gkd.errors import ConfigError
 
@@ -47,20 +47,13 @@ class Key:
     @staticmethod
     def load_or_create(path: str | Path) -> Key:
         """Read a pair, or write a new one that only its owner may read. Raises ConfigError."""
-        key, draft = Key.generate(), Path(f"{path}.{os.getpid()}")
+        key = Key.generate()
         # The format of ZeroMQ's certificates. zmq.auth.create_certificates would write two files that others may read,
         # over a pair that somebody else is just writing.
         text = f'curve\n    public-key = "{key.public.decode()}"\n    secret-key = "{key.secret.decode()}"\n'
         try:
-            draft.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
-            try:
-                os.link(draft, path)  # all of it at once, and only if nobody was faster
-            except FileExistsError:
+            if not durable.create_secret(Path(path), text):
                 return Key.load(path)
-            finally:
-                draft.unlink()
         except OSError as error:
             raise ConfigError(f"teacher.key_file={path}: cannot be written ({error.strerror})") from None
         return key

@@ -265,7 +265,9 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
 
     if "RAY_AUTH_MODE" not in os.environ:
         address.require_token()  # a cluster runs whatever it is sent, so not everybody's
-    ensure_token_if_auth_enabled(create_token_if_missing=options.command == "head")
+    if options.command == "head" and os.environ["RAY_AUTH_MODE"].lower() == "token":
+        address.create_token()
+    ensure_token_if_auth_enabled(create_token_if_missing=False)
     dropped = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", gpu.SIMULATED}
     if options.simulate_gpus is not None:  # Ray refuses more GPUs than the variable lists
         dropped.add(gpu.VISIBLE)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray._raylet  # Ray has no public way to ask for its token
 
 from gkd.cluster.session.port import connect
+from gkd.durable import create_secret, reason
 from gkd.errors import ConfigError
 
+TOKEN = ".ray/auth_token"  # in the home directory, where Ray looks for it
 _PROBE = """
 import sys
 from ray._raylet import GcsClient
@@ -37,12 +41,45 @@ def require_token() -> None:
     raylet.Config.initialize("")  # this process has read the variable already
 
 
+def create_token() -> None:
+    """Write a token for this user's clusters where there is none, and let nobody else read it. Raises ConfigError.
+
+    Ray would leave it to everyone on the machine, and a cluster does whatever its holders send.
+    """
+    try:
+        if not _has_token():
+            create_secret(Path.home() / TOKEN, secrets.token_hex(32))
+            _loader().reset_cache()
+        elif "RAY_AUTH_TOKEN" not in os.environ and (Path.home() / TOKEN).is_file():
+            (Path.home() / TOKEN).chmod(0o600)
+    except (OSError, RuntimeError) as error:  # the latter where there is no home
+        home = os.environ.get("HOME", "")
+        raise ConfigError(f"HOME={home}: no place for the token of this user's clusters ({reason(error)})") from None
+
+
+def use_own_token() -> None:
+    """Have a private Ray, which this process is about to start, take a token of its own where the user has none.
+
+    Ray would write one into the home directory, which may be read-only or full.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not _has_token():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        _loader().reset_cache()
+
+
 def _may_use_token() -> bool:
     """Return whether there is a token, and RAY_AUTH_MODE does not state whether it is to be shown."""
-    loader: Any = ray._raylet
-    return "RAY_AUTH_MODE" not in os.environ and bool(
-        loader.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-    )
+    return "RAY_AUTH_MODE" not in os.environ and _has_token()
+
+
+def _has_token() -> bool:
+    return bool(_loader().has_token(ignore_auth_mode=True))
+
+
+def _loader() -> Any:
+    """Return what reads the token, once; it has no types."""
+    raylet: Any = ray._raylet
+    return raylet.AuthenticationTokenLoader.instance()
 
 
 def require_cluster(address: str, setting: str, timeout_s: float) -> None:

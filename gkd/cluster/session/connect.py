@@ -25,7 +25,7 @@ from gkd.cluster import gpu
 from gkd.cluster.layout.fit import require_fit, share_gpus
 from gkd.cluster.layout.nodes import Node, group_requests
 from gkd.cluster.session import local, reaper
-from gkd.cluster.session.address import require_cluster
+from gkd.cluster.session.address import require_cluster, use_own_token
 from gkd.cluster.session.control_service import SETTING, VARIABLE, ControlService, finish_s
 from gkd.cluster.session.shutdown import (
     abandon,
@@ -141,9 +141,9 @@ def _watch_control(config: Config, private: bool) -> ControlService:
     return ControlService(address, 1.5 if private else RESTART_GRACE_S, time_left_s)
 
 
-def _longest_end_s(config: Config) -> float:
+def _longest_end_s(config: Config) -> int:
     """Return time that a run without a control service may need to finish a step and to write a checkpoint."""
-    return config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s
+    return math.ceil(config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s)
 
 
 def run_address(cluster: Cluster) -> str | None:
@@ -229,17 +229,17 @@ def _lists_enough(n_gpus: int) -> bool:
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
-def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *, reconnect_s: float) -> None:
+def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *, reconnect_s: int) -> None:
     """Start Ray on free ports with its files in ``directory``, in the main thread: it dies with the starting thread.
 
     Its processes live for ``reconnect_s`` without their control service.
     """
-    reconnect = math.ceil(reconnect_s)
+    use_own_token()
     environment: dict[str, str | None] = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         gpu.SIMULATED: "1" if simulated else None,
-        VARIABLE: str(reconnect),
+        VARIABLE: str(reconnect_s),
     }
     # Ray refuses more GPUs than the variable lists; when it lists enough, ids are taken from it.
     if simulated and not _lists_enough(n_gpus):
@@ -260,7 +260,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
                     num_cpus=n_cpus,
                     include_dashboard=False,
                     _temp_dir=directory,
-                    _system_config={SETTING: reconnect},
+                    _system_config={SETTING: reconnect_s},
                     **_QUIET,
                 )
             return
