@@ -59,12 +59,16 @@ def test_a_job_that_was_queued_again_goes_on_in_its_own_directory_or_that_of_its
         variables = {**os.environ, **job, "SLURM_RESTART_COUNT": restarts}
         return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
 
-    path, again = str(file), "trainer.resume=auto"
-    assert settled("recipe: grpo\n", path) == [path, "trainer.output_dir=outputs/slurm-7", again]
-    assert settled("recipe: grpo\n", path, restarts="0") == [path, "trainer.output_dir=outputs/slurm-7"]
-    assert settled(f"trainer: {{output_dir: {tmp_path}/run}}", path) == [path, again]
-    assert settled("recipe: grpo\n", own, path) == [own, path, again]
-    assert settled("recipe: grpo\n", "+recipe=grpo", own, restarts="0") == ["+recipe=grpo", own]
+    path, again, waits = str(file), "trainer.resume=auto", "cluster.reserve_timeout_s=900"
+    assert settled("recipe: grpo\n", path) == [waits, path, "trainer.output_dir=outputs/slurm-7", again]
+    assert settled("recipe: grpo\n", path, restarts="0") == [waits, path, "trainer.output_dir=outputs/slurm-7"]
+    assert settled(f"trainer: {{output_dir: {tmp_path}/run}}", path) == [waits, path, again]
+    assert settled("recipe: grpo\n", own, path) == [waits, own, path, again]
+    assert settled("recipe: grpo\n", "+recipe=grpo", own, restarts="0") == [waits, "+recipe=grpo", own]
+    assert settled("recipe: grpo\n", f"++{own}", restarts="0") == [waits, f"++{own}"]
+    ends = "cluster: {reserve_timeout_s: 60}\ntrainer: {output_dir: a}\n"
+    assert settled(ends, path, restarts="0") == [path]
+    assert settled("", "cluster.reserve_timeout_s=60", own, restarts="0") == ["cluster.reserve_timeout_s=60", own]
 
 
 def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path: Path) -> None:
