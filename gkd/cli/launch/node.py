@@ -146,6 +146,7 @@ def _resolve(address: str) -> tuple[str, str]:
 
 def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNode:
     """Start it and wait until it is up. Raises RunFailed when it does not come up."""
+    from ray._common.network_utils import build_address
     from ray.util import get_node_ip_address
 
     from gkd.cluster.session import local
@@ -157,7 +158,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         options.port, options.dashboard_port = options.port or PORT, options.dashboard_port or DASHBOARD_PORT
         _require_free(options.port, "--port")
         _require_free(options.dashboard_port, "--dashboard-port")
-        address, dashboard = f"{ip}:{options.port}", _dashboard(options, ip)
+        address, dashboard = build_address(ip, options.port), _dashboard(options, ip)
     else:
         _wait_for_head(options.address, options.wait)
         address, dashboard = options.address, None
@@ -336,8 +337,10 @@ def _wait_and_end(node: local.LocalNode) -> int:
 
 
 def _dashboard(options: argparse.Namespace, ip: str) -> str:
+    from ray._common.network_utils import build_address
+
     host = ip if options.dashboard_host in ("0.0.0.0", "::") else options.dashboard_host
-    return f"http://{host}:{options.dashboard_port}"
+    return f"http://{build_address(host, options.dashboard_port)}"
 
 
 def _require_free(port: int, option: str) -> None:
