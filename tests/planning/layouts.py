@@ -10,6 +10,13 @@ from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of, n
 DATA = ("data.train_files=[x]", "data.val_files=[x]", "data.answer_key=x")
 
 
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+
+
 @functools.cache
 def layout_of(*overrides: str, on_cpu: bool = False) -> Layout:
     """Compose a layout on the GPU of the settings, or on this machine's CPU."""

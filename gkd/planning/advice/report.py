@@ -20,8 +20,9 @@ from gkd.planning.memory.colocation import all_memory, needs_offload, with_micro
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Step
-from gkd.planning.simulation.stages import Factors, Stages, require_transfer, stages_of
+from gkd.planning.simulation.stages import Factors, Stages, stages_of
 from gkd.planning.simulation.steps import simulate_layout
+from gkd.planning.transfer import require_transfer
 
 WIDTH = 120
 MAX_STALENESS = "schedule.max_staleness"

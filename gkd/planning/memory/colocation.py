@@ -109,4 +109,5 @@ def _with_weight_sync(actor: GroupMemory, groups: list[GroupMemory]) -> GroupMem
 
 def _bytes_when_offloaded(memory: GroupMemory) -> float:
     """Return what a group that does not work keeps: its process on the GPU, and captured graphs."""
-    return sum(memory.items.get(name, 0.0) for name in ("context, CUDA graphs", "context, collectives", "process"))
+    kept = ("context, CUDA graphs", "context, collectives", "collectives", "process")
+    return sum(memory.items.get(name, 0.0) for name in kept)

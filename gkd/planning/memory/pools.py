@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import Engine, Pool, Scorer
+from gkd.config import TRANSFERS, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, EngineLoad
 from gkd.planning.layout import F32, Layout, engine_class
@@ -21,7 +21,8 @@ from gkd.planning.memory.actor import (
     offloaded_bytes,
     peak_items,
 )
-from gkd.planning.shapes import ModelShape
+from gkd.planning.shapes import Layers, ModelShape
+from gkd.planning.transfer import transfer_of
 
 CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
 COLLECTIVES = 0.5 * GIB  # NCCL's buffers of several ranks
@@ -102,7 +103,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     else:
         persistent = sum(items.get(name, 0.0) for name in ("weights", "gradients", "optimizer state"))
         overhead = {
-            "context, collectives": CONTEXT + (COLLECTIVES if world > 1 else 0),
+            "context, collectives": CONTEXT + (COLLECTIVES if world > 1 or _joins_engines(layout) else 0),
             "fragmentation": FRAGMENTED * (sum(items.values()) - persistent),
         }
     notes = [f"micro-batches of {micro.tokens:,} tokens, {micro.positions:,} of them responses"]
@@ -141,6 +142,8 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         "context, CUDA graphs": graphs,
         "key-value cache": max(0.0, cache),
     }
+    if tp > 1:
+        items["collectives"] = COLLECTIVES  # there before vLLM takes its share
     if left > cache:
         items["rest of its share"] = left - cache  # vLLM does not start where others have it
     longest = layout.workload().longest
@@ -150,7 +153,7 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         k = _largest_top_k(layout, group, shape)
         items["top K of prompt rows"] = float(kind.top_k_bytes(managed.by_size(managed.step_tokens, gpu.memory), k))
     else:
-        items["weights being received"] = c * (shape.largest_layer / tp + shape.largest_weight)
+        items["weights being received"] = _received_bytes(layout, shape, tp)
     n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _round_to_blocks(longest)))
     shortage = ""
     if shape.heads % tp:
@@ -158,6 +161,31 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     elif n_held < 1:
         shortage = f"{(kv_bytes(shape, tp, c) * longest - cache) / GB:.1f} GB short of one sequence's cache"
     return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, slots))
+
+
+def _received_bytes(layout: Layout, shape: ModelShape, tp: int) -> float:
+    """Return the bytes of new weights on their way, and of what an engine in a group with the actor has for that.
+
+    vLLM loads a module once all of its tensors are there, into memory of its own: the packed buckets that these lie in,
+    which are whole and two at least, are held until then. A bucket holds a larger tensor alone.
+    """
+    c, bucket = layout.compute_bytes, float(layout.config.weights.bucket_mb << 20)
+    module = c * max(_largest_module(shape.hidden, kind) for kind in shape.layers)
+    in_layers = max(2 * bucket, module + bucket) + module / tp
+    in_root = max(bucket, c * shape.head) + c * shape.head / tp
+    return max(in_layers, in_root) + (COLLECTIVES if _joins_engines(layout) else 0)
+
+
+def _largest_module(hidden: int, kind: Layers) -> int:
+    """Count the numbers of a layer's largest module in vLLM: all its experts, or gate and up projection."""
+    if kind.experts is not None:
+        return sum(w.size for w in kind.weights if w.share < 1)
+    return 2 * hidden * kind.width
+
+
+def _joins_engines(layout: Layout) -> bool:
+    """Return whether the actor and all engines are ranks of one group, which new weights are sent over."""
+    return bool(TRANSFERS.load(transfer_of(layout)).collective)
 
 
 def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
-from gkd.config.transfer import choose_transfer
 from gkd.planning.layout import F32, Layout, engine_class, with_settings
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.pools import concurrent_sequences, kv_bytes
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
+from gkd.planning.transfer import transfer_of
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
 # What the host does for a step of vLLM's and for each of its sequences, beside the GPU, which works at the step before.
@@ -291,39 +291,6 @@ def sync_s(layout: Layout, world: int, nnodes: int) -> float:
     sent = 0.0 if "rollout" in layout.config.groups_on_actor_gpus() else n_bytes / link
     loaded = shape.n_layers * LOAD_LAYER_S + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth)
     return SWITCH_S + gathered + loaded + sent
-
-
-def transfer_of(layout: Layout) -> str:
-    """Return the weight transfer of a run: ``weights.transfer``, or what ``auto`` chooses for workers so placed."""
-    weights = layout.config.weights
-    return _choose_transfer(layout) if weights.transfer_is_auto else weights.transfer
-
-
-def require_transfer(layout: Layout) -> None:
-    """Raise ConfigError for a ``weights.transfer`` that cannot work between workers so placed."""
-    if layout.config.weights.transfer_class.find_lacking() is None:  # packages may be where the GPUs are
-        _choose_transfer(layout)
-
-
-def _choose_transfer(layout: Layout) -> str:
-    config, is_cpu = layout.config, layout.hardware.is_cpu
-    own_gpus = not is_cpu and "rollout" not in config.groups_on_actor_gpus()
-    device = "cpu" if is_cpu else "cuda"
-    actor = _PlannedWorker("the actor", device, ["the actor's"])
-    rollout = _PlannedWorker("the engine", device, ["the engine's"] if own_gpus else actor.gpu_uuids)
-    return choose_transfer(config.weights, config.rollout, [actor], [rollout])
-
-
-@dataclass(frozen=True)
-class _PlannedWorker:
-    """Places a worker that is only planned (:class:`gkd.weights.transfer.Place`)."""
-
-    name: str
-    device: str
-    gpu_uuids: list[str]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def _is_on_one_node(layout: Layout) -> bool:

@@ -29,9 +29,9 @@ from gkd.planning.simulation.stages import (
     prefill_s,
     score_one_s,
     stages_of,
-    transfer_of,
     update_s,
 )
+from gkd.planning.transfer import transfer_of
 
 MOST_SAMPLES = 256  # of a batch that are simulated, each by itself
 MOST_ENGINES = 16  # or as many as it takes for each to have samples

@@ -15,14 +15,13 @@ from gkd.planning.simulation.stages import (
     forward_flops,
     generate_s,
     quick_step_s,
-    require_transfer,
     score_s,
     stages_of,
-    transfer_of,
     update_s,
     weights_read,
 )
-from tests.planning.layouts import layout_of
+from gkd.planning.transfer import require_transfer, transfer_of
+from tests.planning.layouts import QWEN3_30B, layout_of
 
 H200 = ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=1.5b", "plan.gpu_type=h200")
 STAGES = Stages(generate=5.0, score=3.0, reference=0.0, update=4.0, sync=1.0, tail=0.5)
@@ -98,13 +97,6 @@ def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
     length = s.workload().prompt + s.workload().response
     waited = 28 * 2 * (20e-6 + length * 1_536 * 2 / 50e9)
     assert score_s(s, "teacher", s.config.teacher) - score_s(s, "teacher", on_one) == pytest.approx(waited)
-
-
-QWEN3_30B = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 16, 256])
