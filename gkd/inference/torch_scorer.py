@@ -111,7 +111,9 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         on_cpu = load.device == "cpu"
         n_tokens = max(load.longest, min(cls.pass_tokens[load.device], load.n_sequences * load.longest))
         n_positions = n_tokens * load.scored
-        logits = (2 if on_cpu else 3) * min(cls.logit_bytes[load.device], n_positions * load.vocabulary * FLOAT_BYTES)
+        # In float32: logits and a temporary of their logsumexp, ids of 8 bytes and log-probabilities of the top K.
+        copies = 2 + 3 * min(1.0, load.top_k / load.vocabulary)
+        logits = copies * min(cls.logit_bytes[load.device], n_positions * load.vocabulary * FLOAT_BYTES)
         activations = max(n_tokens * load.pass_bytes, n_tokens * load.hidden * load.dtype_bytes + logits)
         copied = load.head if load.tied and on_cpu else 0
         results = n_positions * (load.top_k + 1) * RESULT_ENTRY_BYTES
