@@ -99,6 +99,9 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     reduced = 0.0 if lora.r is not None else float((c + F32 if training.sharded else c) * shape.largest_layer)
     # The present one and the next; of 4-bit ones a matrix at a time.
     layers = float(c * shape.largest_weight if quantized else 2 * c * shape.largest_layer if training.sharded else 0)
+    # The last layer that goes backward: all other gradients are there but the embeddings', which a tied head's are too.
+    a_layer = max(saved_activations(shape, c, lora.r).layers) if not actor.gradient_checkpointing else c * shape.hidden
+    embeddings = 0.0 if shape.tied or lora.r is not None else F32 * shape.head / training.world
     held = 0 if head_gradient == 0 or not (shape.tied or training.sharded or micro.alone) else shape.head
     held *= c if shape.tied or training.sharded else F32  # the weight's own, and no gradient was there before
     return {
@@ -107,6 +110,13 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
             "gathered weights": forward["gathered weights"] + layers,
             "activations": forward["activations"] + working,
             "gradients in flight": float(held + reduced),
+        },
+        "first layer, backward": persistent | {
+            "gathered weights": forward["gathered weights"] + layers,
+            "gradients": max(0.0, persistent["gradients"] - embeddings),
+            "activations": a_layer * micro.tokens + working,
+            "targets": forward["targets"],
+            "gradients in flight": float(reduced),
         },
         "end of backward": persistent | {
             "gathered weights": forward["gathered weights"],

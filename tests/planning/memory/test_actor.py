@@ -135,6 +135,15 @@ def test_a_nucleus_takes_a_gigabyte_of_a_gpu() -> None:
     assert nucleus["logits"] - plain["logits"] == pytest.approx(6 * BLOCK_GPU * 4, rel=0.01)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_single_micro_batch_may_need_most_when_most_gradients_are_there(tied: bool) -> None:
+    """As few activations are kept, and many layers have gradients by then."""
+    model = LlamaConfig(**(DEEP | {"num_hidden_layers": 16}), tie_word_embeddings=tied)
+    run = run_of(GRPO, max_tokens_per_micro_batch=N * LENGTH, gradient_checkpointing=True, loss_chunk=64)
+    measured = peak_of_update(student_of(model, run), run, samples([LENGTH] * N, RESPONSE, model.vocab_size, None))
+    assert estimate(model, run, N * LENGTH, None) == pytest.approx(measured, rel=0.05)
+
+
 def test_sequences_of_unequal_length_cost_little_more() -> None:
     """They are padded inside the attention alone."""
     lengths = [128, 120, 112, 100, 128, 120, 112, 100]
