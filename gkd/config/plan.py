@@ -30,7 +30,10 @@ class Plan(Settings):
     link_gb_s: float | None = Field(
         None, gt=0, le=MOST, description="from GPU to GPU of one node, one direction; null: that of gpu_type"
     )
-    network_gb_s: float = Field(25.0, gt=0, le=MOST, description="from GPU to GPU of two nodes, one direction")
+    network_gb_s: float = Field(
+        25.0, gt=0, le=MOST, description="between two nodes, one direction, over all their network cards together: "
+        "400 of eight cards of 400 Gbit/s"
+    )  # fmt: skip
     gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node, for --best, and where nodes is null")
     nodes: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
         None, min_length=1, max_length=8192, description="GPUs of each node there is, for advice; null: as many "
