@@ -9,7 +9,7 @@ a whole plan takes 0.9 s, and works where neither is installed. tests/planning/t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -119,9 +119,9 @@ class ModelShape:
         return max(kind.size for kind in self.layers)
 
     @cached_property
-    def largest_weight(self) -> int:
-        """Count the numbers of the largest tensor."""
-        return max(w.size for w in self.weights())
+    def largest_matrix(self) -> int:
+        """Count the numbers of the largest tensor of a layer."""
+        return max(w.size for kind in self.layers for w in kind.weights)
 
     @cached_property
     def widest_mlp(self) -> int:
@@ -137,12 +137,6 @@ class ModelShape:
     def head(self) -> int:
         """Count the parameters of the head, tied or not."""
         return self.hidden * self.vocabulary
-
-    def weights(self) -> Iterable[Weight]:
-        """Yield every distinct weight: those of one layer of each kind, and the root's."""
-        for kind in self.layers:
-            yield from kind.weights
-        yield from self.root
 
     def shard_size(self, world: int) -> int:
         """Count the parameters on the rank that has most of them, of ``world``."""

@@ -98,7 +98,7 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
     quantized = lora.quantize is not None
     reduced = 0.0 if lora.r is not None else float((c + F32 if training.sharded else c) * shape.largest_layer)
     # The present one and the next; of 4-bit ones a matrix at a time.
-    layers = float(c * shape.largest_weight if quantized else 2 * c * shape.largest_layer if training.sharded else 0)
+    layers = float(c * shape.largest_matrix if quantized else 2 * c * shape.largest_layer if training.sharded else 0)
     # The last layer that goes backward: all other gradients are there but the embeddings', which a tied head's are too.
     a_layer = max(saved_activations(shape, c, lora.r).layers) if not actor.gradient_checkpointing else c * shape.hidden
     embeddings = 0.0 if shape.tied or lora.r is not None else F32 * shape.head / training.world

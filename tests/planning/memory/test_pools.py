@@ -125,6 +125,14 @@ def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:
     assert contains_in_order(pool_memory(s, "teacher", eight).shortage, "8", "28 attention heads")
 
 
+def test_of_four_bit_weights_a_matrix_of_a_layer_is_expanded_at_a_time() -> None:
+    """Beside embeddings and head, which are not of 4 bits; by hand, in bfloat16."""
+    quantized = ("actor.lora.r=16", "actor.lora.quantize=nf4", "actor.gradient_checkpointing=true")
+    s = layout_of("+recipe=grpo", "model.size=7b", "plan.gpu_type=rtx-4090", "trainer.n_gpus_per_node=2", *quantized)
+    items = pool_memory(s, "actor", s.config.trainer).items
+    assert items["gathered weights"] == 2 * (2 * 152_064 * 3584 + 3584 + 18_944 * 3584)
+
+
 def test_what_an_engine_holds_of_new_weights() -> None:
     """By hand, in bfloat16: of a small model two buckets of 512 MiB and gate and up projection, of a large vocabulary
     the head alone, of Qwen3-30B-A3B a layer's experts in their buckets; what they are loaded into is the engine's part.
