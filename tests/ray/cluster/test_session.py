@@ -337,6 +337,8 @@ def test_ray_is_started_once_more_when_a_busy_machine_was_too_slow(monkeypatch, 
         raise Exception("The current node timed out\nduring startup.")
 
     monkeypatch.setattr("ray.init", too_slow)
+    # Ray looks for a token once a process: with it this one would not be taken by the cluster of the tests to come.
+    monkeypatch.setattr(session_module, "use_own_token", lambda: None)
     with pytest.raises(RunFailed, match=r"^Ray .*timed out"):
         session_module._start_private(str(tmp_path), 1, 1, True, reconnect_s=60.0)
     assert len(calls) == 2

@@ -21,11 +21,10 @@ from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config, load
 from gkd.driver.checkpoints.checkpoint import RunState, complete, read
-from gkd.driver.checkpoints.resume import differences, explain_finished, find
+from gkd.driver.checkpoints.resume import differences, find
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.durable import compute_checksum
 from gkd.errors import ConfigError, RunFailed
-from gkd.recipes.sort_digits.sorting import make_tokenizer
 from gkd.version import __version__
 from tests.error_text import contains_in_order
 
@@ -398,26 +397,3 @@ def test_a_full_disk_is_named_and_what_was_begun_is_deleted(full: Path, log: pyt
     path = full / "checkpoints" / "step_1" / "state.json"
     assert contains_in_order(text, "checkpoint", "step 1 ", "no space", path)
     assert not names(full)
-
-
-def test_a_finished_run_is_said_to_be(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    assert explain_finished(load(SAME), tmp_path) is None
-    (tmp_path / "summary.json").write_text('{"steps": 10}')
-    assert explain_finished(load(SAME), tmp_path) is None  # its student is missing: that part is to be done
-    assert "its student" in log.text
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=20)).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    done = f"the run in {tmp_path} is finished: all 10 steps are done and the trained student is in {tmp_path}/model; "
-    own = f"it left no checkpoint, so more steps are a run of their own, with model.path={tmp_path}/model"
-    assert explain_finished(load(SAME), tmp_path) == done + own
-    write(load(SAME), tmp_path, 8)
-    more = f"a larger trainer.total_steps would go on after step 8, from {tmp_path}/checkpoints/step_8"
-    assert explain_finished(load(SAME), tmp_path) == done + more
-    assert explain_finished(load({"trainer": {"total_steps": 11}}), tmp_path) is None
-    with pytest.raises(ConfigError, match=r"10 steps, .*trainer\.total_steps=9"):
-        explain_finished(load({"trainer": {"total_steps": 9}}), tmp_path)
-    (tmp_path / "model" / "model.safetensors").unlink()
-    assert explain_finished(load(SAME), tmp_path) is None
