@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,15 +72,15 @@ def create_secret(path: Path, text: str) -> bool:
     Its directory is made where it is not there. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for its owner alone
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(descriptor, "w") as file:
             file.write(text)
-        os.link(draft, path)  # nobody was faster
-    except FileExistsError:
+        os.link(draft, path)
+    except FileExistsError:  # somebody was faster
         return False
     finally:
-        draft.unlink(missing_ok=True)
+        Path(draft).unlink()
     return True
 
 

@@ -56,6 +56,16 @@ def run_of(algorithm: dict[str, Any], **actor: Any) -> Config:
     return load(tree)
 
 
+def sized_run(algorithm: dict[str, Any], tokens: int, checkpointing: bool, r: int | None) -> Config:
+    return run_of(
+        algorithm,
+        max_tokens_per_micro_batch=tokens,
+        gradient_checkpointing=checkpointing,
+        loss_chunk=128,
+        lora={"r": r},
+    )
+
+
 def estimate(model: PretrainedConfig, run: Config, tokens: int, k: int | None, sharded: bool = False) -> float:
     training = Training(run, 1, 4, sharded=sharded)
     micro = MicroBatchSize(tokens, tokens * RESPONSE // LENGTH, k or 0, alone=tokens == N * LENGTH)
@@ -77,13 +87,7 @@ def estimate(model: PretrainedConfig, run: Config, tokens: int, k: int | None, s
 def test_estimate_is_near_the_measured_peak(
     name: str, algorithm: dict[str, Any], k: int | None, r: int | None, checkpointing: bool, tokens: int
 ) -> None:
-    run = run_of(
-        algorithm,
-        max_tokens_per_micro_batch=tokens,
-        gradient_checkpointing=checkpointing,
-        loss_chunk=128,
-        lora={"r": r},
-    )
+    run = sized_run(algorithm, tokens, checkpointing, r)
     model = MODELS[name]
     measured = peak_of_update(student_of(model, run), run, samples([LENGTH] * N, RESPONSE, model.vocab_size, k))
     assert estimate(model, run, tokens, k) == pytest.approx(measured, rel=0.15)
@@ -166,13 +170,7 @@ def mesh() -> Iterator[DeviceMesh]:
 )
 def test_the_same_under_fsdp(mesh: DeviceMesh, name: str, r: int | None, checkpointing: bool) -> None:
     tokens = 2 * LENGTH
-    run = run_of(
-        GRPO,
-        max_tokens_per_micro_batch=tokens,
-        gradient_checkpointing=checkpointing,
-        loss_chunk=128,
-        lora={"r": r},
-    )
+    run = sized_run(GRPO, tokens, checkpointing, r)
     model = MODELS[name]
     student = student_of(model, run)
     shard(student, mesh, torch.float32)
@@ -188,13 +186,7 @@ def test_the_same_under_fsdp(mesh: DeviceMesh, name: str, r: int | None, checkpo
 )
 def test_the_same_with_copies_in_bfloat16(name: str, r: int | None, checkpointing: bool, tokens: int) -> None:
     """Of a rank that holds all of the student, and all that is under an adapter in float32, as on a CPU."""
-    run = run_of(
-        GRPO,
-        max_tokens_per_micro_batch=tokens,
-        gradient_checkpointing=checkpointing,
-        loss_chunk=128,
-        lora={"r": r},
-    )
+    run = sized_run(GRPO, tokens, checkpointing, r)
     model = MODELS[name]
     student = student_of(model, run)
     student.copies = ComputeCopies(student, torch.bfloat16)
