@@ -72,13 +72,17 @@ def score_rows(
     scored = ScoredRows.allocate(len(token_ids), shape, hidden.is_cuda)
     for start in range(0, len(token_ids), n_rows):
         some = slice(start, start + n_rows)
-        scored.put(start, score_logits(head(hidden[some]), token_ids[some], shape))
+        scored.put(start, score_logits(head, hidden[some], token_ids[some], shape))
     return scored
 
 
-def score_logits(logits: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:
-    """Score ``token_ids`` [n] by the logits [n, V] that predict them, which are overwritten; where these are."""
-    logits = logits[:, : shape.rows]
+def score_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:
+    """Score ``token_ids`` [n] by ``head(hidden)``, the logits [n, V] that predict them, which are overwritten.
+
+    The results are on the logits' device.
+    """
+    # Computed here: a caller's argument outlives its last use wherever torch.compile's frame evaluator is installed.
+    logits = head(hidden)[:, : shape.rows]
     ids = torch.topk(logits, shape.top_k).indices  # of the numbers as they came, half as many bytes in bfloat16
     # In float32, and the division too: bfloat16 logits would be rounded a second time.
     logits = logits.float()

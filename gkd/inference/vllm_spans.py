@@ -143,7 +143,7 @@ def _score(logits: Tensor, tokens: Tensor, k: int) -> Iterator[Any]:
     shape = RowShape(1.0, logits.shape[-1], k)  # the model itself divides them (gkd.inference.vllm_logits)
     n = max(1, AT_ONCE_BYTES // (4 * shape.rows))
     for part, its in zip(torch.split(logits, n), torch.split(tokens, n), strict=True):
-        rows = score_logits(part, its, shape)
+        rows = score_logits(lambda logits: logits, part, its, shape)
         tails = torch.zeros_like(rows.token_logprobs) if rows.tails is None else rows.tails
         yield LogprobsTensors(
             torch.cat([its[:, None].int(), rows.ids], 1),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
 import torch
+import torch._dynamo  # which gives frames that are evaluated to its own evaluator a callback
+from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-not-found]
 from torch.profiler import profile
 
 from gkd.config.device import Device, EngineLoad
@@ -15,6 +18,15 @@ from gkd.inference.torch_scorer import TorchScorer
 N, VOCABULARY = 64, 8192
 
 
+@pytest.fixture(params=[None, False], ids=["plain", "compiler"])
+def frames(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Frames of Python evaluated as they are without torch.compile and once something was compiled."""
+    before = set_eval_frame(request.param)
+    yield
+    set_eval_frame(before)
+
+
+@pytest.mark.usefixtures("frames")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("k", [0, 64, VOCABULARY])
