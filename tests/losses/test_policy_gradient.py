@@ -15,6 +15,7 @@ from gkd.config.learning import Estimator
 from gkd.losses import policy_gradient as pg
 from gkd.losses.cispo import Cispo
 from gkd.losses.clip import Clip
+from gkd.losses.ratio import RATIOS
 
 V = 7
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
@@ -46,6 +47,13 @@ def test_clipped_is_ppo_token_by_token_with_its_gradient(sizes: list[int], low: 
         # PPO learns nothing from a token that has moved past the range in the direction its advantage asks for.
         stopped = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low)
         assert slope[i].item() == pytest.approx(0.0 if stopped else -a * r, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("token", 0.2, 0.2), ("sequence", 3e-4, 4e-4)])
+def test_a_ratio_is_clipped_by_its_papers_range(name: str, low: float, high: float) -> None:
+    surrogate = Clip(Clip.Config(), RATIOS[name].usual_range)
+    ratios = torch.tensor([1 - 1.01 * low, 1 - 0.99 * low, 1 + 0.99 * high, 1 + 1.01 * high], dtype=torch.float64)
+    assert surrogate.clips(ratios).tolist() == [True, False, False, True]
 
 
 @given(lengths)
