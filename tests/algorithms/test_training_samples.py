@@ -128,10 +128,12 @@ def test_metrics_of_rewards_and_a_share_of_failures_that_is_allowed(caplog: pyte
     assert metrics["reward/accuracy/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/accuracy/failed"] == 0.25
     _, metrics = with_advantages(config(), [replace(own, reward_s={"length": own.key + 0.5}) for own in batch])
-    assert metrics["timing_s/reward"] == 3.5
+    assert (metrics["timing_s/reward"], metrics["reward/length/seconds"]) == (3.5, 2.0)  # the longest, and a sample
     assert metrics["reward/equal_groups"] == 1.0
     assert metrics["advantage/mean"] == pytest.approx(0.0)
     assert "1 of 4" in caplog.text
+    _, metrics = with_advantages(config(), [scored(i, reward) for i, reward in enumerate([1.0, 0.0, 0.0, 0.0])])
+    assert metrics["reward/equal_groups"] == 0.5
 
 
 def test_a_function_that_does_not_apply_to_a_sample_adds_nothing_and_is_no_failure() -> None:

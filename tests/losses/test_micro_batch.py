@@ -54,6 +54,18 @@ def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> 
     assert not torch.isin(micro.rows, last).any()  # what follows the last token of a sequence is never predicted
 
 
+@given(st.integers(0, 60))
+def test_padding_is_more_sequences_no_longer_than_the_others(n_more: int) -> None:
+    micro = micro_batch(models.scored(5))
+    n, n_sequences = len(micro.token_ids), len(micro.cu_seqlens)
+    padded = micro.pad(n + n_more)
+    assert torch.equal(padded.token_ids[:n], micro.token_ids) and len(padded.token_ids) == n + n_more
+    assert torch.equal(padded.cu_seqlens[:n_sequences], micro.cu_seqlens) and padded.cu_seqlens[-1] == n + n_more
+    own = padded.cu_seqlens[n_sequences - 1 :].diff().tolist()
+    assert all(0 < length <= micro.max_seqlen for length in own)
+    assert padded.position_ids[n:].tolist() == [i for length in own for i in range(length)]
+
+
 def micro_batch(
     samples: list[ScoredSample], weights: Sequence[float] | None = None, advantage: float = 1.0
 ) -> MicroBatch:
