@@ -111,6 +111,21 @@ def test_the_file_is_a_trace_with_causes(tmp_path: Path) -> None:
     assert waited.partition(": ")[2] == "actor 5.5 s, rollout 6 s, teacher 6.5 s"
 
 
+def test_no_event_of_a_lane_overlaps_the_next_one(tmp_path: Path) -> None:
+    """Perfetto leaves such events out, by a microsecond as well."""
+    timeline, bounds = Timeline(tmp_path / "timeline.json", 100), [1.8e9 + n * 0.0123457 for n in range(401)]
+    for step, at in enumerate(range(0, 400, 4), 1):
+        start, generated, scored, end = bounds[at : at + 4]
+        stages = StepStages(start, generated, scored, scored, bounds[at + 4])
+        spans = [("sample", start, generated), ("load weights", generated, scored), ("sample", end, bounds[at + 4])]
+        timeline.add(step, stages, [reported("rollout", 0, *spans)])
+    timeline.write()
+    events = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for lane in {e["pid"] for e in events}:
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["pid"] == lane)
+        assert len(own) >= 300 and all(end <= start for (_, end), (start, _) in pairwise(own))
+
+
 def test_a_run_that_goes_on_keeps_the_steps_before_and_forgets_those_that_are_done_again(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     first = Timeline(file, 3)
