@@ -11,6 +11,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 LINE_EVERY_S = 10.0
 STAYS_EVERY_S = 60.0
@@ -19,8 +20,10 @@ STAYS_EVERY_S = 60.0
 
 def console() -> Console:
     """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
-    plain = Console(highlight=False, markup=False)
-    return plain if plain.file.isatty() else Console(highlight=False, markup=False, width=200, soft_wrap=True)
+    plain = Console(highlight=False, markup=False, emoji=False)
+    if plain.file.isatty():
+        return plain
+    return Console(highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
 
 
 def log_to(out: Console) -> None:
@@ -96,7 +99,7 @@ class Progress:
     def show_status(self, activity: str) -> None:
         """Show activity goes on before or between steps."""
         if self._status is not None:
-            self._status.update(activity)
+            self._status.update(Text(activity))  # of a text it would take [brackets] for styles
         else:
             self.out.print(activity)
 
@@ -106,7 +109,7 @@ class Progress:
             self._first = (step, time.monotonic())
         line, now = self.line(step, metrics), time.monotonic()
         if self._status is not None:
-            self._status.update(line)
+            self._status.update(Text(line))
         if step in (1, self.total) or now - self._printed >= self._every:
             self._printed = now
             self.out.print(line)

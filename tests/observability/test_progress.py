@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gkd.cluster.layout.assignment import print_table
 from gkd.observability import report as summary
-from gkd.observability.progress import Progress, changes, rewrites
+from gkd.observability.progress import Progress, changes, console, rewrites
 from tests.cluster.layout.test_assignment import report
 
 
@@ -50,6 +50,17 @@ def test_a_step_stays_every_so_often_and_every_validation(
 def test_colours_forced_upon_a_file_make_no_terminal_of_it() -> None:
     terminal, file = (Console(file=file, force_terminal=True) for file in (Terminal(), io.StringIO()))
     assert rewrites(terminal) and not rewrites(file)
+
+
+def test_no_text_is_taken_for_an_emoji_or_a_style(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts, responses and paths of users."""
+    text = "a ratio of 1:100:3 in [b]/x[/y]"
+    console().print(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    file = Terminal()
+    with Progress(Console(file=file, force_terminal=True, width=100), 3) as progress:
+        progress.show_status(text)
+    assert text in file.getvalue()
 
 
 def test_a_change_is_of_what_was_measured_before() -> None:

@@ -157,7 +157,7 @@ def print_table(reports: Sequence[Report], file: IO[str] | None = None, narrow: 
         ids = [] if narrow else [",".join(r.ray_gpu_ids)]
         uuids = ",".join(uuid[:UUID_SHOWN] if narrow else uuid for uuid in r.gpu_uuids)
         table.add_row(r.group, str(r.rank), r.node, str(r.pid), r.cuda_visible_devices, *ids, uuids)
-    console = Console(file=file, highlight=False, markup=False)
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
     width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     console.width = max(console.width, width)
     console.print(table)

@@ -139,7 +139,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
 
 def show(report: PlanReport, file: IO[str] | None = None) -> None:
     """Print a whole plan."""
-    out = Console(file=file, width=WIDTH, highlight=False, markup=False)
+    out = Console(file=file, width=WIDTH, highlight=False, markup=False, emoji=False)
     out.print(_summary(report), soft_wrap=True)
     _print_memory(report, out)
     _print_advice(report, out)
