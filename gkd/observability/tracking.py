@@ -60,7 +60,7 @@ class Trackers:
         for name, (tracker, caller) in list(self._started.items()):
             try:
                 caller.call(lambda tracker=tracker: call(tracker), CALL_S)  # type: ignore[misc]
-            except TimeoutError:
+            except TakesTooLong:
                 del self._started[name]
                 log.warning(
                     "trainer.trackers: %s did not take step %d within %g s; it gets none of the further ones",
@@ -95,7 +95,7 @@ class Trackers:
         except ConfigError:
             caller.end()
             raise
-        except TimeoutError:
+        except TakesTooLong:
             raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
         except Exception as error:  # a user's class may raise anything
             raise ConfigError(f"trainer.trackers: {name} did not start: {describe_raised(error)}") from error
@@ -107,6 +107,10 @@ class Trackers:
         self._open.__exit__(kind, error, trace)
 
 
+class TakesTooLong(Exception):
+    """A call of a tracker has not returned in time; a TimeoutError is the tracker's own, as of its server."""
+
+
 class _Caller:
     """Makes all calls of one tracker, in one thread: a server that does not answer holds nothing else up."""
 
@@ -116,7 +120,7 @@ class _Caller:
         threading.Thread(target=self._run, name=f"tracker {name}", daemon=True).start()
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """Return what ``function`` returns. Raises what it raises, and TimeoutError where it takes longer."""
+        """Return what ``function`` returns. Raises what it raises, and TakesTooLong where it takes longer."""
         end: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((function, end))
         try:
@@ -124,7 +128,7 @@ class _Caller:
         except queue.Empty:
             self.stuck = True
             abandon(self.name)
-            raise TimeoutError(f"{timeout_s:g} s") from None
+            raise TakesTooLong from None
         if error is not None:
             raise error
         return result
@@ -150,7 +154,7 @@ def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., 
             return
         try:
             caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
-        except TimeoutError:
+        except TakesTooLong:
             log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
         except Exception as error:  # a user's class, or a server, may raise anything
             log.warning("trainer.trackers: %s was not closed: %s", name, describe_raised(error))

@@ -166,6 +166,33 @@ def test_what_a_users_tracker_raises_is_a_line_and_ends_nothing(
     assert contains_in_order(close, f"trainer.trackers: {failing} ", "RuntimeError: not closed", "failed=False", "line")
 
 
+SLOW = """
+class Slow:
+    def __init__(self, run):
+        if run.first_step == 9:
+            raise TimeoutError("no answer")
+    def log(self, step, metrics):
+        if step == 0:
+            raise TimeoutError("5 s")
+        print(step, file=open(__file__ + ".txt", "a"))
+    def close(self, failed): ...
+"""
+
+
+def test_a_time_out_of_a_trackers_own_is_an_error_like_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As urllib and sockets raise it: one step is lost, and not the tracker."""
+    (tmp_path / "mine.py").write_text(SLOW)
+    slow = config(f"{tmp_path}/mine.py:Slow")
+    with caplog.at_level("WARNING", logger="gkd"):
+        write(slow, tmp_path, ROWS)
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "gkd"]
+    assert contains_in_order(text, "step 0", "TimeoutError: 5 s", "mine.py, line")
+    assert (tmp_path / "mine.py.txt").read_text() == "1\n"
+    with caplog.at_level("WARNING", logger="gkd"):
+        write(slow, tmp_path, ROWS[1:], first=9)
+    assert "TimeoutError: no answer" in caplog.text
+
+
 HANGING = """
 import threading
 class Hanging:
