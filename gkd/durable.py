@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,15 @@ def compute_checksum(path: Path) -> Checksum:
         return Checksum(file.tell(), digest)
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; it is on the disk when this returns. Raises OSError, which names the file."""
+def replace(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a file whole or not at all; it is on the disk when this returns. Raises OSError, which names the file.
+
+    ``content`` may come in parts, and be read from the file that it replaces.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
+        with temporary.open("wb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
         flush(temporary)
         temporary.replace(path)
     except OSError as error:

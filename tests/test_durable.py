@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,24 +109,20 @@ def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path: Path, monkey
     assert file.read_bytes() == b"newer"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a disk that is always full")
-def test_a_full_disk_is_named_with_the_file_and_leaves_nothing_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("content", [b"x" * 100_000, [b"new", b"x" * 100_000]])
+def test_what_does_not_fit_is_named_with_the_file_and_leaves_nothing_beside(
+    content: bytes | list[bytes], tmp_path: Path
 ) -> None:
-    file = tmp_path / "state.json"
+    """As on a full disk, a part of it is written."""
+    file, limits = tmp_path / "state.json", resource.getrlimit(resource.RLIMIT_FSIZE)
     replace(file, b"old")
-    with pytest.raises(OSError) as of_the_system, Path("/dev/full").open("wb", buffering=0) as full:
-        full.write(b"x")
-
-    def write(path: Path, content: bytes) -> int:
-        with path.open("wb") as partly:
-            partly.write(content[:1])
-        raise of_the_system.value
-
-    monkeypatch.setattr(Path, "write_bytes", write)
-    with pytest.raises(OSError) as caught:
-        replace(file, b"new")
-    assert reason(caught.value) == f"{os.strerror(errno.ENOSPC).lower()}: {file}"
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        with pytest.raises(OSError) as caught:
+            replace(file, content)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert reason(caught.value) == f"{os.strerror(errno.EFBIG).lower()}: {file}"
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
     assert file.read_bytes() == b"old"
 

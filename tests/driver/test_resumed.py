@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,21 @@ def test_lines_of_steps_that_are_done_again_are_cut(tmp_path: Path, caplog: pyte
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 2]
     assert rows[0]["text"] == text
     cut(tmp_path / "missing.jsonl", 3)
+
+
+def test_a_file_that_is_cut_is_not_held(tmp_path: Path) -> None:
+    """Samples of a long run have more bytes than its driver may take."""
+    file = tmp_path / "samples.jsonl"
+    with JsonLines(file) as lines:
+        for step in range(200):
+            lines.write({"step": step, "text": "x" * 100_000})
+    tracemalloc.start()
+    try:
+        cut(file, 150)
+        assert tracemalloc.get_traced_memory()[1] < 3e6
+    finally:
+        tracemalloc.stop()
+    assert file.read_bytes().count(b"\n") == 151
 
 
 def test_a_figure_that_its_validations_have_not_measured_is_refused_before_anything_is_cut(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +136,24 @@ def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:
 
 
 def cut(file: Path, step: int) -> None:
-    """Forget what a JSON-lines file states of steps after ``step``: they are done again.
+    """Forget what a JSON-lines file, which may be large, states of steps after ``step``: they are done again.
 
     So is a last line that is not whole. Others that are no JSON are left out with a warning.
     """
-    if not file.exists():
-        return
-    until_step = []
-    *rows, _ = file.read_bytes().split(b"\n")
+    if file.exists():
+        with file.open("rb") as rows:
+            replace(file, _keep_until(step, rows, file))
+
+
+def _keep_until(step: int, rows: Iterable[bytes], file: Path) -> Iterator[bytes]:
     for number, row in enumerate(rows, 1):
+        if not row.endswith(b"\n"):
+            return
         try:
             if json.loads(row)["step"] <= step:
-                until_step.append(row + b"\n")
+                yield row
         except (ValueError, KeyError, TypeError) as error:
             log.warning("%s line %d is left out: it is no row of a step (%s)", file, number, error)
-    replace(file, b"".join(until_step))
 
 
 def forget_best_after(file: Path, step: int) -> None:
