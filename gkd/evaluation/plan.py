@@ -26,6 +26,7 @@ from gkd.evaluation.engines import LocalModel
 from gkd.evaluation.questions import Question, Questions, load_questions, sampling_of
 from gkd.evaluation.rating import reward_settings
 from gkd.evaluation.reloading import FurtherWeights
+from gkd.evaluation.results import name_file
 from gkd.inference.vllm_models import STUDENT_REMEDY, require_vllm_runs
 from gkd.types import Sampling
 
@@ -142,7 +143,22 @@ def measurements(
             stand_in = Bytes(settings.chat_template_kwargs)
             questions = load_questions(set_name, settings, stand_in, LONGEST, QUICK if quick else None)
             measurements += _plan_strategies(config, EndpointModel(name, endpoint), questions)
+    _require_files_of_their_own(measurements)
     return measurements
+
+
+def _require_files_of_their_own(measurements: Sequence[Measurement]) -> None:
+    """Raise ConfigError where the results of two measurements would have one file, as of m_a on b and of m on a_b."""
+    by_file: dict[str, Measurement] = {}
+    for own in measurements:
+        questions = own.questions
+        file = name_file(own.model.name, own.label, questions.name, len(questions.questions))
+        other = by_file.setdefault(file, own)
+        if other is not own:
+            raise ConfigError(
+                f"evaluate.sets.{questions.name}: the results of {own.model.name} on it and of {other.model.name} on "
+                f"{other.questions.name} would both be results/{file}: rename a set or a model"
+            )
 
 
 def _plan_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:

@@ -44,15 +44,23 @@ class Results:
 
     @property
     def file_name(self) -> str:
-        """``MODEL_SET_N.json``, or ``MODEL.STRATEGY_SET_N.json``; characters that paths do not take become a dash."""
-        model = self.model if self.strategy == DEFAULT_STRATEGY else f"{self.model}.{self.strategy}"
-        return f"{file_safe(model)}_{file_safe(self.set)}_{self.n}.json"
+        """As :func:`name_file`."""
+        return name_file(self.model, self.strategy, self.set, self.n)
 
     def write(self, directory: Path) -> Path:
         """Write the file into ``directory``, whole or not at all; returns its path. Raises OSError."""
         path = directory / self.file_name
         durable.replace(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
         return path
+
+
+def name_file(model: str, strategy: str, name: str, n: int) -> str:
+    """Return ``MODEL_SET_N.json`` of the set ``name``, or ``MODEL.STRATEGY_SET_N.json``.
+
+    Characters that paths do not take become a dash.
+    """
+    named = model if strategy == DEFAULT_STRATEGY else f"{model}.{strategy}"
+    return f"{file_safe(named)}_{file_safe(name)}_{n}.json"
 
 
 def file_safe(name: str) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from gkd.config import load as load_config
 from gkd.config.eval_set import EvalSet
 from gkd.errors import ConfigError
+from gkd.evaluation.plan import measurements
 from gkd.evaluation.questions import Questions, load_questions
 from tests.data.models import TEMPLATE, word_tokenizer
 
@@ -72,3 +74,19 @@ def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) ->
 def test_bad_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, rows, **settings)
+
+
+@pytest.mark.parametrize(("names", "clash"), [(("m_a", "b", "m", "a_b"), True), (("m_a", "b", "m", "b_a"), False)])
+def test_results_that_would_have_one_file_are_refused(
+    names: tuple[str, str, str, str], clash: bool, tmp_path: Path
+) -> None:
+    """Before anything is asked: the second one would replace the first."""
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n')
+    own, (one, first, other, second) = {"files": [str(tmp_path / "x.jsonl")], "answer_key": "answer"}, names
+    endpoints = {name: {"url": "http://127.0.0.1/v1", "model": "a"} for name in (one, other)}
+    config = load_config({"evaluate": {"sets": {first: own, second: own}, "endpoints": endpoints}})
+    if clash:
+        with pytest.raises(ConfigError, match=r"evaluate\.sets\.a_b: .*\bm\b.*\bm_a\b.*\bb\b.*results/m_a_b_1\.json"):
+            measurements(config, False, print)
+    else:
+        assert len(measurements(config, False, print)) == 4
