@@ -34,9 +34,9 @@ def make_output_dir(config: Config) -> Path:
     if not config.trainer.output_dir.strip():
         raise ConfigError("trainer.output_dir is empty: name a directory, or leave it out")
     path = user_path(config.trainer.output_dir).absolute()
+    require_no_run(path, bool(config.trainer.resume))
     if config.trainer.resume is True and not path.is_dir():
         raise ConfigError(f"trainer.resume=true: there is no run in {path}; trainer.resume=auto would begin one")
-    require_no_run(path, bool(config.trainer.resume))
     make_directory(path)
     return path
 
@@ -50,10 +50,13 @@ def make_directory(path: Path) -> None:
 
 
 def require_no_run(path: Path, resume: bool) -> None:
-    """Raise ConfigError for the directory of a run, unless that is to go on."""
+    """Raise ConfigError for the directory of a run, unless that is to go on, and for one that cannot be entered."""
     from gkd.config.output_files import METRICS, SUMMARY
 
-    held = [name for name in (METRICS, SUMMARY, "model") if (path / name).exists()]
+    try:
+        held = [name for name in (METRICS, SUMMARY, "model") if (path / name).exists()]
+    except OSError as error:
+        raise _unreadable(path, error) from None
     if held and not resume:
         goes_on = ", or trainer.resume=true goes on with it" if (path / "checkpoints" / "latest").exists() else ""
         raise ConfigError(
@@ -76,11 +79,18 @@ def claim(path: Path) -> int:
 
     Raises ConfigError when another run holds it.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _unreadable(path, error) from None
     if not hold(descriptor):
         os.close(descriptor)
         raise ConfigError(f"trainer.output_dir={path}: another run is writing there now")
     return descriptor
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"trainer.output_dir={path} cannot be read: {error.strerror}")
 
 
 def _new_directory(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from gkd.driver.checkpoints.restart import (
     restarts,
     start_over,
 )
-from gkd.driver.output_dir import make_output_dir
+from gkd.driver.output_dir import claim, make_output_dir
 from gkd.driver.validation.best import BestModel
 from gkd.errors import ConfigError, ControlLost, RunFailed, SignalExit
 
@@ -165,6 +166,26 @@ def test_the_directory_of_one_that_may_begin_need_not_be_there(tmp_path: Path) -
     assert make_output_dir(load({"trainer": {"resume": "auto", "output_dir": str(path)}})) == path
     (path / "metrics.jsonl").touch()
     assert make_output_dir(load({"trainer": {"resume": "auto", "output_dir": str(path)}})) == path
+
+
+@pytest.mark.parametrize(("mode", "resume"), [(0, False), (0, True), (0o300, False)])
+def test_a_directory_that_this_user_may_not_look_into_is_refused(mode: int, resume: bool) -> None:
+    is_root = os.getuid() == 0  # who may look everywhere
+    with tempfile.TemporaryDirectory() as base:
+        path = Path(base) / "run"
+        path.mkdir()
+        path.chmod(mode)
+        if is_root:
+            for directory in (path, path.parent):
+                os.chown(directory, 65534, 65534)
+            os.setresuid(65534, 65534, 0)
+        try:
+            with pytest.raises(ConfigError, match=rf"trainer\.output_dir={path} "):
+                claim(make_output_dir(load({"trainer": {"output_dir": str(path), "resume": resume}})))
+        finally:
+            if is_root:
+                os.setresuid(0, 0, 0)
+            path.chmod(0o700)
 
 
 def test_a_directory_with_a_checkpoint_is_refused_with_how_to_go_on(tmp_path: Path) -> None:
