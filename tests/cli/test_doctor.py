@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cli.doctor import cluster, devices, main, node, packages, system
+from gkd.cli.doctor import _places, cluster, devices, main, node, packages, system
 from gkd.cli.doctor.finding import GIB, Finding
 from tests.e2e.conftest import ROOT
 
@@ -159,6 +159,24 @@ def test_a_directory_that_cannot_be_looked_into_is_not_writable(tmp_path: Path) 
             os.setresuid(0, 0, 0)
         home.chmod(0o700)
     assert (finding.level, finding.subject) == ("failed", "disk")
+
+
+@pytest.mark.parametrize(("n_gpus", "level"), [(1, "warning"), (8, "failed")])
+def test_a_machine_without_shared_memory_is_one_line(
+    n_gpus: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "SHM", tmp_path / "shm")
+    (finding,) = of_level(system.check_shared_memory(n_gpus), level)
+    assert "0.0 GiB" in finding.observation
+
+
+def test_the_directory_of_ray_nodes_is_checked_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GKD_RAY_DIR", raising=False)
+    usual = _places()
+    monkeypatch.setenv("GKD_RAY_DIR", str(tmp_path))
+    assert _places() == {**usual, "GKD_RAY_DIR": tmp_path}
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,15 @@ def _findings(address: str | None) -> Iterator[Finding]:
 
 
 def _places() -> dict[str, Path]:
+    from gkd.cluster.session import local
+
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/") / ".cache") / "gkd"
-    return {
+    places = {
         "outputs": Path.cwd() / "outputs",
         "Ray": Path(os.environ.get("RAY_TMPDIR") or "/tmp"),
         "cache": cache,
     }
+    return places | ({local.DIRECTORY: local.directory()} if os.environ.get(local.DIRECTORY) else {})
 
 
 def _cluster(named: str | None) -> Iterator[Finding]:

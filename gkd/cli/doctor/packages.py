@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.cli.doctor.finding import Finding, confirm, fail, warn
+from gkd.cli.doctor.system import find_existing
 from gkd.cluster.gpu import has_device_files
 
 if TYPE_CHECKING:
@@ -137,8 +138,7 @@ def _find_package(name: str) -> Path | None:
 
 def _is_writable(directory: Path) -> bool:
     """Return whether files can be made in a directory, which may have to be made first."""
-    there = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
-    return os.access(there, os.W_OK)
+    return os.access(find_existing(directory), os.W_OK)
 
 
 def _advise_fresh_install(device: str = "") -> str:

@@ -16,6 +16,7 @@ PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside 
 LITTLE_DISK, TOO_LITTLE_DISK = 20 * GIB, 1 * GIB
 RAY_FULL = 0.95  # Ray stops writing to a disk that is fuller
 OBJECT_STORE_SHARE = 0.3  # of memory, which Ray gives its object store in /dev/shm
+SHM = Path("/dev/shm")
 NCCL_SHM = 1 * GIB
 FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
 
@@ -34,7 +35,7 @@ def check_ports(own: bool) -> Iterator[Finding]:
 def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
     """Check room and permission to write in each place, by what it is for."""
     for purpose, place in places.items():
-        there = next(path for path in (place, *place.parents) if os.access(path, os.F_OK))  # to be seen by this user
+        there = find_existing(place)
         if not os.access(there, os.W_OK):
             yield fail(
                 "disk", f"{there} ({purpose}) is not writable", "choose another directory or change its permissions"
@@ -54,11 +55,16 @@ def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
             yield confirm("disk", state)
 
 
+def find_existing(place: Path) -> Path:
+    """Return the nearest directory of a path, itself included, that is there for this user to see."""
+    return next(path for path in (place, *place.parents) if os.access(path, os.F_OK))
+
+
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
-    """Compare /dev/shm with what Ray's object store and NCCL put there."""
-    size = shutil.disk_usage("/dev/shm").total
+    """Compare /dev/shm, which may not be there, with what Ray's object store and NCCL put there."""
+    size = shutil.disk_usage(SHM).total if SHM.is_dir() else 0
     required = min(OBJECT_STORE_SHARE * host.memory(), 200e9)
-    state = f"/dev/shm has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
+    state = f"{SHM} has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
     do = f"in Docker --shm-size={required / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
         yield fail("shared memory", f"{state}, and NCCL needs some too", do)
