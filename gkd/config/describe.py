@@ -45,15 +45,17 @@ def search(words: Sequence[str]) -> Sequence[Setting]:
     """Find the settings that every word is about.
 
     A word is a part of the name, a choice, the beginning of a word of the meaning, or what another system calls it.
+    Words that no setting is about one by one are taken together, as ``gradient accumulation``.
 
     Raises ConfigError, naming what may have been meant, where there are none.
     """
     described = describe_all()
-    matching = [setting for setting in described if all(_matches(setting, word.lower()) for word in words)]
-    if not matching:
-        names = [setting.name for setting in described]
-        raise ConfigError(f"no setting is about {' and '.join(words)}{hint(words[-1], names)}")
-    return matching
+    for sought in (words, ["_".join(words)]):
+        matching = [setting for setting in described if all(_matches(setting, word.lower()) for word in sought)]
+        if matching:
+            return matching
+    names = [setting.name for setting in described]
+    raise ConfigError(f"no setting is about {' and '.join(words)}{hint(words[-1], names)}")
 
 
 def _matches(setting: Setting, word: str) -> bool:

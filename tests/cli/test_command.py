@@ -65,6 +65,7 @@ def test_a_default_is_among_the_choices() -> None:
         (["num_generations"], {"rollout.n"}),
         (["cosine"], {"actor.lr_decay"}),
         (["teacher", "key_file"], {"teacher.key_file"}),
+        (["gradient", "accumulation"], {"actor.max_tokens_per_micro_batch"}),
     ],
 )
 def test_settings_are_searched_by_name_and_by_the_names_of_other_systems(words: list[str], names: set[str]) -> None:
