@@ -189,11 +189,12 @@ def step_text(config: Config, max_length: int) -> str:
     """
     actor, prompts, n = config.actor, config.trainer.batch_size, config.rollout.n
     response = config.rollout.max_response_length
-    learned_from = "their own answers" if config.algorithm.is_supervised else f"{n} = {prompts * n:,} samples"
     samples = prompts * n
+    sampled = f"{n} = {samples:,} sample{'s' * (samples != 1)}"
+    learned_from = "their own answers" if config.algorithm.is_supervised else sampled
     updates = actor.epochs * -(-samples // (actor.mini_batch_size or samples))
     parts = [
-        f"a step: {prompts:,} prompts x {learned_from}, {updates} update{'s' * (updates != 1)}",
+        f"a step: {prompts:,} prompt{'s' * (prompts != 1)} x {learned_from}, {updates} update{'s' * (updates != 1)}",
         f"prompts up to {max_length - response:,} and responses up to {response:,} tokens",
         f"micro-batches of {actor.micro_batch_tokens:,} tokens",
         f"learning rate {actor.lr:g}",

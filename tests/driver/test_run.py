@@ -34,6 +34,8 @@ def test_a_step_and_what_memory_depends_on() -> None:
     assert step_text(config, 992).endswith("LoRA r=8 over nf4")
     plain = step_text(load({"actor": {"gradient_checkpointing": True, "offload_optimizer": True}}), 48)
     assert "64 samples, 1 update;" in plain
+    one = step_text(load({"trainer": {"batch_size": 1}}), 48)
+    assert "1 prompt x 1 = 1 sample," in one
     assert "gradient checkpointing" in plain and plain.rpartition(";")[2].strip().startswith("optimizer")
     assert "weights" in step_text(load({"actor": {"offload_weights": True}}), 48).rpartition(";")[2]
 

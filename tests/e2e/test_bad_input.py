@@ -43,7 +43,7 @@ def test_more_gpus_than_there_are_here(files: Path, capfd: pytest.CaptureFixture
 def test_a_few_long_prompts_are_counted_and_left_out(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     changed = "data.train_files=[FILES/some_long.jsonl] trainer.gpus=90"  # ends before Ray starts
     assert run_here(arguments(changed, files)) == 2
-    assert "data.train_files: 1 prompts" in capfd.readouterr().out
+    assert "data.train_files: 1 of 2 prompts " in capfd.readouterr().out
 
 
 def test_a_recipe_has_to_be_named(capfd: pytest.CaptureFixture[str]) -> None:

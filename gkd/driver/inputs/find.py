@@ -125,8 +125,9 @@ def load_data(
     prompts = see_as_teachers(config, read, scorers, tokenizer, data.max_prompt_length)
     for name, loaded in prompts.items():
         if loaded.n_too_long:
-            left_out = f"{loaded.n_too_long} prompts longer than {data.max_prompt_length} tokens are left out"
-            report(f"data.{name}_files: {left_out}, {len(loaded.prompts)} are used")
+            n, longest = loaded.n_too_long, data.max_prompt_length
+            left_out = f"{n} of {n + len(loaded.prompts)} prompts left out, longer than {longest} tokens"
+            report(f"data.{name}_files: {left_out}")
     return settle_data(config, prompts, tokenizer, student)
 
 
