@@ -29,6 +29,7 @@ def row(step: int) -> dict[str, float]:
         "mismatch/kl": -1e-10 * step,
         "response/length_mean": 100 + math.sin(step),
         "timing_s/generate": 1.0,
+        "timing_s/wait": 1.25,
         "timing_s/update": 0.5 + step / 1000,
         "timing_s/sync": 0.25,
         "timing_s/step": 2.0 + step / 1000,
@@ -95,7 +96,7 @@ def make_run(path: Path, steps: int = 20, samples: Sequence[dict[str, Any]] = ()
     (path / "events.jsonl").write_text(lines([WARNING, {"time": 1.8e9, "kind": "end", "step": steps, "text": NASTY}]))
     val = {"before": {"val/accuracy": 0.25}, "after": {"val/accuracy": 0.45}, "teacher": {}}
     (path / "summary.json").write_text(json.dumps({**val, "steps": steps, "wall_s": 75.0, "n_val": 100}))
-    placed = {"group": "actor", "rank": 0, "node": "n", "pid": 1, "cuda_visible_devices": "0", "gpu_uuids": ["SIM-0"]}
-    (path / "placement.json").write_text(json.dumps([placed]))
+    placed = {"group": "actor", "rank": 0, "node": "n", "pid": 4194303, "cuda_visible_devices": "0"}
+    (path / "placement.json").write_text(json.dumps([{**placed, "gpu_uuids": ["SIM-0"]}]))
     (path / "timeline.json").write_text(timeline([steps - 1, steps]))
     return path

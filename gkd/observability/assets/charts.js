@@ -74,9 +74,9 @@ const Charts = (() => {
     return Math.max(64, ...(ticks || []).map(tick => Math.ceil(plot.ctx.measureText(tick).width / devicePixelRatio) + 18));
   };
 
-  // What is 0 throughout is drawn between 0 and 1, not 100.
+  // What is 0 or 1 throughout is drawn between 0 and 1, not up to 100 or 2.
   const range = (_, low, high) => low === null || low === undefined ? [null, null]
-    : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+    : low === high && (low === 0 || low === 1) ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 
   const axis = wide => ({
     stroke: () => colours.muted,
@@ -104,8 +104,9 @@ const Charts = (() => {
     plot.ctx.restore();
   };
 
-  const newest = values => {
-    for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i];
+  // The newest figure up to the place `last`.
+  const newest = (values, last = values.length - 1) => {
+    for (let i = last; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i];
     return null;
   };
 
@@ -136,9 +137,8 @@ const Charts = (() => {
     const show = plot => {
       const at = plot.cursor.idx;
       lines.forEach((line, i) => {
-        let value = at === null || at === undefined ? null : (one ? (line.shown || line.values) : data[i + 1])[at];
-        if (value === null || value === undefined) value = newest(line.shown || line.values);
-        keys[i].value.textContent = figure(value);
+        keys[i].value.textContent = figure(at === null || at === undefined ? newest(line.shown || line.values)
+          : newest(shared ? line.shown || line.values : data[i + 1], at));
       });
     };
     const plot = new uPlot({

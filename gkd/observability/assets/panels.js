@@ -25,13 +25,15 @@ const Panels = (() => {
     ['health', 'rewards that failed, share', /^(val\/)?reward\/.*failed$/],
     ['health', 'seconds of a reward, a sample', /^reward\/.*seconds$/],
     ['health', null, /^(mismatch|actor)\//],
+    ['time', 'what may overlap with a step, seconds', /^timing_s\/(generate|score|reward|overlap|validation)$/],
     ['time', 'tokens a second, and a second a GPU', /^perf\/tokens/],
     ['time', 'busy, share of a step', /^perf\/busy/],
     ['time', 'waits, share of a step', /^perf\/waits/],
-    ['time', null, /^perf\//],
+    ['time', null, /^(perf|timing_s)\//],
   ];
-  const SKIPPED = /^(memory|timing_s)\/|^(epoch)$|^val\/.+\/stderr$/; // drawn by panels of their own, or as bands
-  const STAGES = ['generate', 'score', 'reward', 'update', 'sync'];
+  // Drawn by panels of their own, or as bands.
+  const SKIPPED = /^memory\/|^timing_s\/(step|wait|update|drain|sync)$|^(epoch)$|^val\/.+\/stderr$/;
+  const STAGES = ['wait', 'update', 'drain', 'sync']; // which add up to timing_s/step
 
   const names = runs => [...new Set(runs.flatMap(run => Object.keys(run.metrics)))];
 
@@ -40,7 +42,8 @@ const Panels = (() => {
     if (!values) return [];
     return [{
       label: runs.length > 1 ? (metrics.length > 1 ? `${run.name} ${metric}` : run.name) : metric, metric,
-      steps: run.steps, values, colour: runs.length > 1 ? r : m, dash: runs.length > 1 ? m : 0,
+      steps: run.steps, values, colour: runs.length > 1 ? r : m, // of which there are eight
+      dash: runs.length > 1 ? m + Math.floor(r / 8) : Math.floor(m / 8),
     }];
   }));
 
@@ -77,22 +80,18 @@ const Panels = (() => {
     for (const name of left) Charts.draw(places.other, name, lines(runs, [name]), marks(runs, [name]));
   };
 
-  // What a step's seconds went to: the stages one above the other, and what is between them.
+  // What a step's seconds went to: the stages that add up to it, one above the other.
   const stages = (run, title, parent) => {
     const total = run.metrics['timing_s/step'];
     if (!total) return;
-    const columns = STAGES.filter(stage => run.metrics[`timing_s/${stage}`])
-      .map(stage => [stage, run.metrics[`timing_s/${stage}`]]);
-    const rest = total.map((value, i) => value === null ? null
-      : Math.max(0, value - columns.reduce((sum, [, values]) => sum + (values[i] || 0), 0)));
-    columns.push(['between', rest]);
     const sums = total.map(() => 0);
-    const stacked = columns.map(([stage, values], i) => ({
-      label: stage, metric: stage === 'between' ? null : `timing_s/${stage}`, steps: run.steps, colour: i, dash: 0,
-      fill: true, shown: values,
-      values: values.map((value, at) => total[at] === null ? null : (sums[at] += value || 0)),
-    }));
-    Charts.draw(parent, title, stacked.reverse(), []); // the highest first, so that the lower ones lie over it
+    const stacked = STAGES.filter(stage => run.metrics[`timing_s/${stage}`]).map((stage, i) => {
+      const metric = `timing_s/${stage}`, shown = run.metrics[metric];
+      const values = shown.map((value, at) => total[at] === null ? null : (sums[at] += value || 0));
+      return { label: stage, metric, steps: run.steps, colour: i, dash: 0, fill: true, shown, values };
+    });
+    const step = { label: 'step', metric: 'timing_s/step', steps: run.steps, colour: 7, dash: 0, values: total };
+    Charts.draw(parent, title, [...stacked.reverse(), step], []); // the highest first, so that the lower ones lie over it
   };
 
   const memory = (runs, parent) => {

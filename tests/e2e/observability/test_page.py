@@ -50,6 +50,20 @@ PROBE = """<script>addEventListener('load', () => setTimeout(() => {
     choose.dispatchEvent(new Event('change'));
     return [choose.value, lanes().length];
   };
+  const under = (metric, step) => {
+    const chart = Charts.drawn.find(({ lines }) => lines.some(line => line.metric === metric));
+    if (!chart) return null;
+    chart.plot.setCursor({ left: chart.plot.valToPos(step, 'x'), top: 10 });
+    return document.querySelector(`[data-metric="${metric}"] b`).textContent;
+  };
+  const ends = () => {
+    const text = document.querySelector('#samples .prompt')?.firstChild, range = document.createRange();
+    return text && [0, text.length - 1].map(at => {
+      range.setStart(text, at);
+      range.setEnd(text, at + 1);
+      return range.getBoundingClientRect().left;
+    });
+  };
   const tip = (document.querySelector('.tip') || document.body).innerText, text = document.body.innerText;
   const cards = document.querySelectorAll('#samples .grid .card').length;
   const gaps = [...document.querySelectorAll('.tokens span')]
@@ -61,13 +75,16 @@ PROBE = """<script>addEventListener('load', () => setTimeout(() => {
       line.metric, line.label, Array.from(plot.data[0]), Array.from(plot.data[i + 1], v => v ?? null)])),
     pixels: Charts.drawn.map(({ plot }) => plot.width), width: innerWidth,
     over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    back: getComputedStyle(document.body).backgroundColor, tip, gaps, cards, text, sorted,
+    back: getComputedStyle(document.body).backgroundColor, tip, gaps, cards, text, ends: ends(), sorted,
     seconds: [59.4, 59.7, 119.6, 3599.7, 7300].map(seconds),
     ticks: [[1, 1e-7], [1.0000002, 1e-7], [2e-7, 1e-7], [1.5e-6, 2.5e-7], [2e6, 1e6], [0.25, 0.25]]
       .map(tick => tickText(...tick)),
     selectable: [...document.querySelectorAll('select option')].map(o => o.value),
+    strokes: Charts.drawn.flatMap(({ lines }) => lines.map(line => [line.metric, line.colour % 8, line.dash % 4])),
     bounds: Charts.drawn.map(({ plot, lines }) => [lines[0].metric, plot.scales.y.min, plot.scales.y.max]),
     drawn: Number(document.documentElement.dataset.drawn), lanes: lanes(), earlier: chosen(0),
+    under: [['own/metric', 6], ['timing_s/update', 7], ['val/accuracy', 10], ['val/accuracy', 14]]
+      .map(at => under(...at)),
     verdict: [...document.querySelectorAll('.outcome tr')].map(row => [...row.children].map(cell => cell.innerText)),
   })));
 }))</script>"""
@@ -137,9 +154,19 @@ def test_charts_draw_the_figures_of_the_run(look: Callable[..., Seen]) -> None:
     # The band around the accuracy after 20 steps, 45 of 100: its ends are those of the verdict's interval.
     upper, lower = (values for metric, label, _, values in seen.page["lines"] if (metric, label) == (None, ""))
     assert (lower[20], upper[20]) == (pytest.approx(0.35615, abs=1e-5), pytest.approx(0.54756, abs=1e-5))
-    # Stages lie on each other: sync over update over generate.
-    generate, update, sync = (drawn[f"timing_s/{stage}"][1][7] for stage in ("generate", "update", "sync"))
-    assert (generate, update, sync) == pytest.approx((1.0, 1.507, 1.757))
+    # Stages that add up to a step lie on each other: sync over update over wait. Others may overlap.
+    wait, update, sync, step = (drawn[f"timing_s/{stage}"][1][7] for stage in ("wait", "update", "sync", "step"))
+    assert (wait, update, sync, step) == pytest.approx((1.25, 1.757, 2.007, 2.007))
+    assert drawn["timing_s/generate"][1][7] == 1.0
+
+
+def test_figures_are_those_under_the_cursor(look: Callable[..., Seen], run: Path, tmp_path: Path) -> None:
+    """Not the sums that stages are drawn with; of what is measured now and then the newest until there."""
+    seen = look(WIDE)
+    assert seen.console == []
+    assert seen.page["under"] == ["2", "0.507", "0.35", "0.35"]
+    over_each_other = see([run, make_run(tmp_path / "other", 30)], tmp_path)
+    assert over_each_other.console == [] and over_each_other.page["under"] == seen.page["under"]
 
 
 def test_samples_are_coloured_and_no_text_is_markup(look: Callable[..., Seen]) -> None:
@@ -151,6 +178,14 @@ def test_samples_are_coloured_and_no_text_is_markup(look: Callable[..., Seen]) -
     assert (gap, never, less) == ("0.0000", "-inf", "-2.0000")
     assert same == "" and red != some and "0.75" in red
     assert "likeliest" in page["tip"] and "0.9048" in page["tip"]  # exp(-0.1)
+
+
+def test_a_prompt_is_read_from_the_side_that_its_language_begins_at(look: Callable[..., Seen], tmp_path: Path) -> None:
+    (first, last) = look(WIDE).page["ends"]
+    assert first < last
+    hebrew = make_run(tmp_path / "run", 2, [sample(1, 0, text="\u05e9\u05dc\u05d5\u05dd.")])
+    (first, last) = see([hebrew], tmp_path).page["ends"]
+    assert first > last
 
 
 def test_a_step_is_drawn_as_lanes_with_the_causes_of_waits(look: Callable[..., Seen], tmp_path: Path) -> None:
@@ -189,11 +224,12 @@ def test_ticks_that_are_close_together_are_told_apart(look: Callable[..., Seen])
     assert look(WIDE).page["ticks"] == ["1", "1.0000002", "2.0e-7", "1.5e-6", "2.0e+6", "0.25"]
 
 
-def test_a_metric_that_is_0_throughout_is_drawn_as_a_share(tmp_path: Path) -> None:
+def test_a_metric_that_is_0_or_1_throughout_is_drawn_as_a_share(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2)
-    (run / "metrics.jsonl").write_text(lines([row(step) | {"actor/clip_fraction": 0.0} for step in range(3)]))
+    shares = {"actor/clip_fraction": 0.0, "response/clip_ratio": 1.0}
+    (run / "metrics.jsonl").write_text(lines([row(step) | shares for step in range(3)]))
     bounds = {metric: ends for metric, *ends in see([run], tmp_path).page["bounds"]}
-    assert bounds["actor/clip_fraction"] == [0, 1]
+    assert bounds["actor/clip_fraction"] == bounds["response/clip_ratio"] == [0, 1]
     assert bounds["response/length_mean"][0] > 50
 
 
@@ -212,6 +248,12 @@ def test_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
     assert labels == {"run", "other"}
     (values,) = (values for metric, label, _, values in seen.page["lines"] if (metric, label) == ("own/metric", "run"))
     assert len(values) == 31 and values[20] == pytest.approx(20 / 3) and values[21] is None
+
+
+def test_as_many_runs_as_a_small_sweep_has_are_told_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"seed_{n}", 2) for n in range(9)]
+    strokes = [stroke for metric, *stroke in see(runs, tmp_path).page["strokes"] if metric == "own/metric"]
+    assert len(strokes) == 9 and all(strokes.count(stroke) == 1 for stroke in strokes)
 
 
 @pytest.mark.parametrize("width", [400, WIDE])
