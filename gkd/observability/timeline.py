@@ -91,6 +91,7 @@ class Timeline:
         self._idle: dict[str, list[float]] = defaultdict(list)  # seconds of a step, by group
         self._waits: list[dict[str, float]] = []
         self._lengths: list[float] = []  # of steps, seconds
+        self._ended = 0.0  # the last step
         self._begun: dict[str, list[ActivitySpan]] = {}  # of workers that were busy with the next step already
         self._clocks: dict[str, tuple[float, float]] = {}
         self._written = time.monotonic()
@@ -108,7 +109,9 @@ class Timeline:
         new = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
         spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in new.items()}
         self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in new.items()}
-        length = max(stages.end - stages.start, 1e-9)
+        if abs(stages.start - self._ended) < SHORTEST_S:  # one moment, of which two clocks were read twice
+            stages = dataclasses.replace(stages, start=self._ended)
+        self._ended, length = stages.end, max(stages.end - stages.start, 1e-9)
         events = [self._event("driver", name, a, b, step) for name, a, b in stages.spans() if b - a > SHORTEST_S]
         events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in own]
         busy: dict[str, list[float]] = defaultdict(list)
