@@ -55,7 +55,9 @@ def test_without_a_key_a_run_ends_before_it_takes_gpus(tmp_path: Path) -> None:
     assert list(tmp_path.glob("run*")) == []
 
 
-def test_mlflow_keeps_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_keeps_a_run_that_goes_on_and_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("mlflow", reason="MLflow is not installed (pip install 'gkd[mlflow]')")
     from mlflow.tracking import MlflowClient
 
@@ -64,6 +66,7 @@ def test_mlflow_keeps_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     named = load({"trainer": {"trackers": ["mlflow"], "run_name": "a name", "run_group": "a group", "mlflow": mlflow}})
     write(named, tmp_path, ROWS)
     write(named, tmp_path, [{"step": 2, "actor/loss": 1.25}], first=2)
+    assert "INFO" not in capfd.readouterr().err  # between the lines of the run, or in the live one
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert (run.info.run_name, run.info.status, run.data.tags["group"]) == ("a name", "FINISHED", "a group")
