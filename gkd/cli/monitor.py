@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from gkd.errors import ConfigError, Parser, RunFailed, entry_point
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gkd.observability.run_files import RunFiles
 
 LIVE_EVERY_S = 2.0
+RECENT = 20
+"""Steps whose mean tells how long the others take."""
 FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
 
@@ -103,8 +106,8 @@ def _gpus(present: Sequence[Gpu], run: RunFiles | None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("GPU", "name", "capability", "total", "free", "group", *FIGURES, "advice"):
-        table.add_column(title.removesuffix("_gb"), justify="right" if title in FIGURES else "left", no_wrap=True)
+    for title in ("GPU", "name", "capability", "total_gb", "free_gb", "group", *FIGURES, "advice"):
+        table.add_column(title.replace("_gb", " GB"), justify="right" if title in FIGURES else "left", no_wrap=True)
     last = {} if run is None else run.last_metrics
     for gpu in present:
         groups = [] if run is None else run.groups_on(gpu.uuid)
@@ -168,15 +171,16 @@ def progress_line(run: RunFiles) -> str:
     last = run.last_metrics
     step = int(last.get("step", 0))
     if run.is_finished:
-        return f"{run.path}: finished, {step} steps"
+        return f"{run.path}: finished, {step} step{'s' * (step != 1)}"
     if (failure := run.failure) is not None:
         return f"{run.path}: step {step}/{run.total_steps}  {failure}"
     if run.was_killed:
         return f"{run.path}: step {step}/{run.total_steps}  killed"
     parts = [f"{run.path}: step {step}/{run.total_steps}"]
     if "timing_s/step" in last:
-        parts.append(f"{last['timing_s/step']:.2f} s/step")
-        parts.append(f"{clock(last['timing_s/step'] * (run.total_steps - step))} left")
+        seconds = [row["timing_s/step"] for row in run.rows[-RECENT:] if "timing_s/step" in row]
+        each = fmean(seconds[1:] or seconds)  # a first step warms caches up and is no measure of the others
+        parts += [f"{last['timing_s/step']:.2f} s/step", f"{clock(each * (run.total_steps - step))} left"]
     shown = (
         "reward/mean", "distill/loss", "actor/supervised_loss", "val/accuracy", "val/reverse_kl", "val/loss",
         "response/clip_ratio",

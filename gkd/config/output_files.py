@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ REPORT = "report.html"
 class LineReader:
     """Reads a JSON-lines file while it grows: what was read is kept, so that only new lines are parsed.
 
-    ``fields``: what every line has, and of which type.
+    ``fields``: what every line has, and of which type. ``numbers``: everything else in it is a number.
     """
 
-    def __init__(self, file: Path, **fields: type) -> None:
-        self._file, self._fields = file, fields
+    def __init__(self, file: Path, numbers: bool = False, **fields: type) -> None:
+        self._file, self._numbers, self._fields = file, numbers, fields
         self._forget()
 
     def _forget(self) -> None:
@@ -75,19 +76,45 @@ class LineReader:
     def _parse(self, line: bytes) -> dict[str, Any]:
         where = f"{self._file} line {len(self._rows) + 1} cannot be read"
         try:
-            row = json.loads(line.decode("utf-8"))
-            if not isinstance(row, dict):
-                raise TypeError("it is no object")
-            for name, kind in self._fields.items():
-                if not isinstance(row[name], (int, float) if kind is float else kind):
-                    raise TypeError(f"{name} is no {kind.__name__}")
-        except (ValueError, TypeError) as error:
+            row: dict[str, Any] = parse(line)
+        except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
-        except KeyError as error:
-            raise ConfigError(f"{where}: it has no {error.args[0]}") from None
+        others = dict.fromkeys(row, float) if self._numbers and isinstance(row, dict) else {}
+        if fault := find_fault(row, {**others, **self._fields}):
+            raise ConfigError(f"{where}: {fault}")
         return row
+
+
+def parse(content: bytes) -> Any:
+    """Return what JSON holds. Raises ValueError, for NaN, which it has not, and for what is nested too deep, too."""
+    try:
+        return _DECODER.decode(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def find_fault(record: Any, fields: Mapping[str, type]) -> str | None:
+    """Return what is wrong with a record that is to be an object with ``fields`` of these types; None where it is one.
+
+    A whole number is a float, too.
+    """
+    if not isinstance(record, dict):
+        return "it is no object"
+    for name, kind in fields.items():
+        if name not in record:
+            return f"it has no {name}"
+        if not isinstance(record[name], (int, float) if kind is float else kind):
+            return f"{name} is no {kind.__name__}"
+    return None
 
 
 def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
     """Return what :class:`LineReader` reads of a file, once. Raises ConfigError."""
-    return LineReader(file, **fields).read()
+    return LineReader(file, False, **fields).read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.cluster.health.queues import Queues
-from gkd.config.output_files import SAMPLES
+from gkd.config.output_files import SAMPLES, parse
 from gkd.observability.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ WARNINGS = 3
 ENGINES = 8
 OLD_S = 5.0
 """Age of the engines' queues that is shown: nobody waits for samples then."""
-TAIL = 1 << 18
-"""Bytes at the end of samples.jsonl in which the last sample is looked for."""
+TAIL, LONGEST_TAIL = 1 << 18, 1 << 28
+"""Bytes at the end of samples.jsonl in which the last sample is looked for: at first, and at most."""
 
 
 def view(run: RunFiles) -> list[RenderableType]:
@@ -143,17 +142,20 @@ def last_sample(file: Path) -> str:
     """Return prompt and response of the newest sample; empty before there is one."""
     if not file.exists():
         return ""
+    length = TAIL
     with file.open("rb") as lines:
-        lines.seek(0, os.SEEK_END)
-        lines.seek(max(0, lines.tell() - TAIL))
-        whole = lines.read().split(b"\n")[:-1]
-    for line in reversed(whole):
-        try:
-            row = json.loads(line)
-            return f"step {row['step']}: {_show(row['prompt'])}\n-> {_show(row['response'])}"
-        except (ValueError, KeyError, TypeError):  # the first of those read may not be whole
-            continue
-    return ""
+        end = lines.seek(0, os.SEEK_END)
+        while True:
+            lines.seek(max(0, end - length))
+            for line in reversed(lines.read().split(b"\n")[:-1]):
+                try:
+                    row = parse(line)
+                    return f"step {row['step']}: {_show(row['prompt'])}\n-> {_show(row['response'])}"
+                except (ValueError, KeyError, TypeError, AttributeError):  # the first of those read may not be whole
+                    continue
+            if length >= min(end, LONGEST_TAIL):
+                return ""
+            length *= 8  # of long responses, one sample with its tokens has megabytes
 
 
 def _show(text: str, most: int = 240) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,18 @@ import psutil
 from gkd.cluster.health.queues import EngineQueue, Queues
 from gkd.config import Config, load
 from gkd.config.loading import read_yaml
-from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, LineReader
+from gkd.config.output_files import (
+    CONFIG,
+    ENGINES,
+    EVENTS,
+    METRICS,
+    PLACEMENT,
+    SAMPLES,
+    SUMMARY,
+    LineReader,
+    find_fault,
+    parse,
+)
 from gkd.durable import hold
 from gkd.errors import ConfigError, one_line
 
@@ -23,13 +33,26 @@ AGAIN_S = 60.0
 WRITTEN = (CONFIG, PLACEMENT, ENGINES, METRICS, EVENTS, SAMPLES)
 """Files that a run writes and nobody else, as ``gkd report`` writes its page."""
 
+MEASURED = ("before", "after", "teacher")
+"""What summary.json has figures of."""
+
+SUMMARIZED: dict[str, type] = {"steps": int, "wall_s": float, "n_val": int, **dict.fromkeys(MEASURED, dict)}
+"""What summary.json has."""
+
+QUEUES: dict[str, type] = {"time": float, "waiting": int, "slots": int, "engines": list}
+QUEUE: dict[str, type] = {"rank": int, "health": str, "sampling": int, "scoring": int}
+"""What engines.json has, and each engine there."""
+
+PLACED: dict[str, type] = {"group": str, "node": str, "pid": int, "gpu_uuids": list}
+"""What each record of placement.json has that is read."""
+
 
 class RunFiles:
     """The output directory ``path``. Raises ConfigError where there is no run. Every property is what they hold now."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics = LineReader(path / METRICS, step=int)
+        self._metrics = LineReader(path / METRICS, numbers=True, step=int)
         self._events = LineReader(path / EVENTS, kind=str, time=float, text=str)
         if not (path / CONFIG).exists():
             raise ConfigError(f"{path}: there is no run here (no config.yaml)")
@@ -101,9 +124,15 @@ class RunFiles:
 
     def summary(self) -> dict[str, Any] | None:
         """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
+        file = self.path / SUMMARY
         if not self.is_finished:
             return None
-        content: dict[str, Any] = _read(self.path / SUMMARY, dict)
+        content: dict[str, Any] = {"n_val": 0} | _read(file, dict)  # which earlier versions did not write
+        fault = find_fault(content, SUMMARIZED)
+        for when in MEASURED:
+            fault = fault or find_fault(content[when], dict.fromkeys(content[when], float))
+        if fault:
+            raise ConfigError(f"{file} cannot be read: {fault}")
         return content
 
     @property
@@ -125,16 +154,24 @@ class RunFiles:
         if not file.exists():
             return None
         content = _read(file, dict)
-        try:
-            engines = [EngineQueue(**engine) for engine in content["engines"]]
-            return Queues(**{**content, "engines": engines})
-        except (KeyError, TypeError):
-            raise ConfigError(f"{file} cannot be read: it holds no engines' queues") from None
+        fault = find_fault(content, QUEUES)
+        for engine in content.get("engines", []) if fault is None else []:
+            fault = fault or find_fault(engine, QUEUE)
+        if fault:
+            raise ConfigError(f"{file} cannot be read: {fault}")
+        engines = [EngineQueue(**{name: engine[name] for name in QUEUE}) for engine in content["engines"]]
+        return Queues(**{name: content[name] for name in QUEUES} | {"engines": engines})
 
     def placement(self) -> list[dict[str, Any]]:
-        """Return records of placement.json; none before the workers are placed."""
+        """Return records of placement.json; none before the workers are placed.
+
+        Raises ConfigError where it cannot be read.
+        """
         file = self.path / PLACEMENT
         placed: list[dict[str, Any]] = _read(file, list) if file.exists() else []
+        for number, worker in enumerate(placed, 1):
+            if fault := find_fault(worker, PLACED):
+                raise ConfigError(f"{file} cannot be read: record {number}: {fault}")
         return placed
 
     def pids(self) -> dict[str, list[int]]:
@@ -155,7 +192,7 @@ class RunFiles:
 def _read(file: Path, kind: type) -> Any:
     """Return what a JSON file holds. Raises ConfigError where it is not readable, or not of the ``kind``."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
     if not isinstance(content, kind):

@@ -43,7 +43,18 @@ def test_progress_is_that_of_the_last_whole_line(run: RunFiles) -> None:
     assert "step 1/10  30.00 s/step  4:30 left" in line
     assert "val/accuracy 0.25" in line
     (run.path / "summary.json").write_text("{}")
-    assert "finished, 1 steps" in progress_line(run)
+    assert progress_line(run).endswith("finished, 1 step")
+
+
+def test_the_time_that_is_left_is_by_several_steps_without_the_first_one(run: RunFiles) -> None:
+    """Those with long responses take long, and a first one compiles."""
+    rows = [{"step": step, "timing_s/step": seconds} for step, seconds in enumerate((100.0, 10.0, 30.0, 5.0), 1)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "step 4/10  5.00 s/step  1:30 left" in progress_line(run)
+    rows = [{"step": step, "timing_s/step": 1.0 if step < 80 else 10.0 + 19 * (step == 100)} for step in range(1, 101)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.path / "config.yaml").write_text("trainer: {total_steps: 106}\n")
+    assert "1:06 left" in progress_line(RunFiles(run.path))
 
 
 def test_groups_and_their_processes(run: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +90,17 @@ def test_advice(run: RunFiles, free: float, last: dict[str, float], expected: st
     assert bool(expected) == bool(text)
     (run.path / "config.yaml").write_text("trainer: {total_steps: 10}\nweights: {transfer: ipc}\n")
     assert "expandable_segments" not in advice(card, ["actor", "rollout"], last, run)  # refused there
+
+
+def test_the_memory_of_a_gpu_has_its_unit(
+    run: RunFiles, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.cluster.gpu.read_gpus", lambda: [CARD])
+    (run.path / "metrics.jsonl").write_text('{"step": 1, "memory/actor/allocated_gb": 12.34, "memory/actor/ooms": 0}\n')
+    (head, card) = text_of(run, capfd, "--once").splitlines()[2:4]
+    for title, cell in (("total GB", "80.0"), ("free GB", "30.0"), ("allocated GB", "12.3"), ("ooms", "0")):
+        end = head.index(title) + (len(title) if title not in ("total GB", "free GB") else 0)
+        assert card[end:].startswith(cell) or card[:end].endswith(cell), title
 
 
 def test_what_the_monitor_advises_for_the_actor_is_what_a_plan_tries(run: RunFiles) -> None:
@@ -128,6 +150,16 @@ def test_curves_stages_warnings_and_a_sample(run: RunFiles, capfd: pytest.Captur
     assert f"-> {'4' * 240}..." in text
 
 
+def test_the_last_sample_is_shown_however_long_it_is(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    """As those of long responses with all of their tokens."""
+    sample = {"step": 7, "prompt": "2 + 2", "response": "4", "tokens": {"text": ["x" * 100] * 30_000}}
+    earlier = json.dumps({**sample, "step": 6})
+    (run.path / "samples.jsonl").write_text(f"{earlier}\n{json.dumps(sample)}\n{earlier[:-10]}")
+    assert "step 7: 2 + 2\n-> 4" in text_of(run, capfd, "--once")
+    (run.path / "samples.jsonl").write_text("x" * 1_000_000)
+    assert "->" not in text_of(run, capfd, "--once")
+
+
 def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
     """As the run writes them; those that are not healthy come first, then the fullest."""
     rows = [EngineQueue(i, "dead" if i == 9 else "healthy", sampling=i, scoring=10 * i) for i in range(12)]
@@ -152,12 +184,18 @@ def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("engines.json", '{"time": 0}', "queues"),
+        ("engines.json", '{"time": 0}', "waiting"),
+        ("engines.json", '{"time": 0, "waiting": 0, "slots": 1, "engines": [{"rank": 0, "health": 1}]}', "health"),
         ("engines.json", "[1]", "dict"),
         ("metrics.jsonl", '{"step": 1}\n[1, 2]\n', "line 2"),
         ("metrics.jsonl", '{"loss": 1}\n', "step"),
+        ("metrics.jsonl", '{"step": 1, "timing_s/step": "slow"}\n', "timing_s/step"),
+        ("metrics.jsonl", '{"step": 1, "timing_s/step": NaN}\n', "NaN"),
+        ("events.jsonl", "[" * 100_000 + "\n", "deep"),
         ("events.jsonl", '{"kind": "warning"}\n', "time"),
         ("placement.json", "{", "placement.json"),
+        ("placement.json", "[1]", "record 1"),
+        ("placement.json", '[{"group": "actor", "node": "n", "gpu_uuids": []}]', "pid"),
         ("config.yaml", "trainer: 5\n", "lacks trainer.total_steps"),
         ("config.yaml", "a: [\n", "config.yaml"),
     ],

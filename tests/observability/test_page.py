@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def test_figures_are_those_of_the_files(tmp_path: Path) -> None:
     # Wilson's interval of 45 of 100, as statsmodels' proportion_confint(45, 100, method="wilson") has it
     assert (low, high) == pytest.approx((0.35615, 0.54756), abs=1e-5)
     assert [s["response"] for s in page_run["samples"]] == [NASTY, NASTY]
+    assert page_run["placement"] == [["actor", 0, "n", "4194303", "0", "SIM-0"]]  # a pid is no number with commas
 
 
 def test_no_text_ends_the_script_that_it_is_in(tmp_path: Path) -> None:
@@ -99,6 +101,20 @@ def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatc
     assert read_samples(tmp_path / "missing.jsonl", texts) == []
 
 
+def test_of_samples_that_are_not_taken_nothing_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten thousand steps of 512 samples each it would be half a gigabyte."""
+    file = tmp_path / "samples.jsonl"
+    file.write_text(lines([{"step": step, "prompt": "a", "response": "b"} for step in range(200) for _ in range(512)]))
+    monkeypatch.setattr(chosen, "MAX_SAMPLES", 600)
+    tracemalloc.start()
+    try:
+        samples = read_samples(file, Texts())
+        assert tracemalloc.get_traced_memory()[1] < 3e6
+    finally:
+        tracemalloc.stop()
+    assert [s["step"] for s in samples] == [199] * 512
+
+
 def test_what_differs_from_the_recipe() -> None:
     config = compose(["+recipe=grpo", "actor.lr=0.5", "trainer.output_dir=/a"])
     recipe = compose(["+recipe=grpo"])
@@ -112,7 +128,8 @@ def test_what_differs_from_the_recipe() -> None:
 def test_of_models_of_ones_own_the_built_in_task_is_no_difference(recipe: str) -> None:
     own = ["model.path=x", "data.train_files=[y]", "data.val_files=[z]", "data.answer_key=answer"]
     own += ["teacher.model.path=t"] if "distill" in recipe else []
-    config = compose([f"+recipe={recipe}", *own, "trainer.total_steps=3"])
+    planned = "actor.max_tokens_per_micro_batch=8192"
+    config = compose([f"+recipe={recipe}", *own, "trainer.total_steps=3", planned])
     names = {override.partition("=")[0] for override in own}
     assert {name for name, _, _ in list_differences(config) or ()} == {*names, "trainer.total_steps"}
 
@@ -151,7 +168,13 @@ def test_the_newest_spans_of_a_trace_are_read_and_no_others_parsed(n: int, tmp_p
     [
         ("metrics.jsonl", '{"step": 0}\n{"step"\n', "metrics.jsonl line 2"),
         ("samples.jsonl", '{"prompt": 1}\n', "samples.jsonl line 1"),
+        ("samples.jsonl", '{"step": 1, "prompt": "a"}\n', "samples.jsonl"),
+        ("samples.jsonl", '{"step": 1, "prompt": "a", "response": "b", "reward": NaN}\n', "NaN"),
+        ("samples.jsonl", '{"step": 1, "prompt": "a", "response": "b", "tokens": [1]}\n', "samples.jsonl"),
         ("summary.json", "{", "summary.json"),
+        ("summary.json", "{}", "steps"),
+        ("summary.json", '{"steps": 1, "wall_s": 2, "before": {}, "after": {"val/a": "b"}, "teacher": {}}', "val/a"),
+        ("placement.json", '[{"group": "actor"}]', "placement.json"),
     ],
 )
 def test_a_broken_file_is_named_and_never_ends_a_run(

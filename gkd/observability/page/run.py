@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,11 @@ from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.device import GB
 from gkd.config.loading import read_yaml
-from gkd.config.output_files import CONFIG, TIMELINE
+from gkd.config.output_files import CONFIG, TIMELINE, parse
 from gkd.config.overrides import flatten
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.metrics import Z_95, wilson_interval
-from gkd.observability.run_files import RunFiles
+from gkd.observability.run_files import MEASURED, RunFiles
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
 from gkd.planning.memory.colocation import all_memory
 
@@ -26,7 +25,7 @@ MAX_ROWS = 10_000
 MAX_SPANS = 5_000
 MAX_EVENTS = 5_000
 DIGITS = 7
-PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb")
+PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb", "actor.max_tokens_per_micro_batch")
 """Settings that a run decides where they are null."""
 OWN = {"model.size": "1b", "data.train_files": "[x]", "data.val_files": "[x]", "data.answer_key": "answer"}
 """What stands for models and data of one's own, with which a recipe is without the built-in task's settings."""
@@ -62,7 +61,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "intervals": {} if summary is None else read_intervals(summary),
         "differs": None if config is None else list_differences(config),
         "placement": [
-            [p["group"], p["rank"], p["node"], p["pid"], p["cuda_visible_devices"], ",".join(p["gpu_uuids"])]
+            [p["group"], p.get("rank"), p["node"], str(p["pid"]), p.get("cuda_visible_devices"), _list(p["gpu_uuids"])]
             for p in files.placement()
         ],
         "plan": {} if config is None else read_planned_gb(config, files.placement()),
@@ -97,7 +96,7 @@ def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
     Those of ``val/NAME/accuracy`` are of its standard error, as an answer of a set may be a mean over samples.
     """
     n, bounds = int(summary.get("n_val", 0)), dict[str, dict[str, tuple[float, float]]]()
-    for when in ("before", "after", "teacher"):
+    for when in MEASURED:
         values = summary.get(when, {})
         for name, value in values.items():
             stderr = values.get(f"{name.removesuffix('accuracy')}stderr") if name.endswith("/accuracy") else None
@@ -158,7 +157,7 @@ def read_spans(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        trace = json.loads(_cut_events(file.read_text(encoding="utf-8")))
+        trace = parse(_cut_events(file.read_text(encoding="utf-8")).encode())
         events = trace["traceEvents"] if isinstance(trace, dict) else trace
         names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
         return [
@@ -186,6 +185,10 @@ def _cut_events(trace: str) -> str:
         if (at := trace.rfind(begins, 0, at)) < 0:
             return trace
     return trace[: trace.index(begins)] + trace[at:]
+
+
+def _list(values: Sequence[Any]) -> str:
+    return ",".join(map(str, values))
 
 
 def _version(file: Path) -> str | None:

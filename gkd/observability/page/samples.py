@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gkd.errors import ConfigError
+from gkd.config.output_files import parse
+from gkd.errors import ConfigError, describe_error
 
 MAX_SAMPLES = 2_000
 MAX_TOKENS = 100_000
@@ -19,7 +19,7 @@ MAX_TOKENS = 100_000
 MAX_CHARACTERS = 20_000
 """Of one prompt or response."""
 
-_STEP = re.compile(rb'^\{"step": (\d+)')
+_STEP = re.compile(rb'^\{"step": (\d+),')
 _KEPT = ("step", "answer", "finish_reason", "version", "prompt_id", "index", "length", "reward", "rewards")
 _MEANS = ("logprob_mean", "teacher_logprob_mean")
 
@@ -48,9 +48,17 @@ def read_samples(file: Path, texts: Texts, share: int = 1) -> list[dict[str, Any
     if not file.exists():
         return []
     rows = _read_evenly(file, max(1, MAX_SAMPLES // share))
+    try:
+        return _describe_rows(rows, texts, MAX_TOKENS / share)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} holds what is no sample: {describe_error(error)}") from None
+
+
+def _describe_rows(rows: Sequence[Mapping[str, Any]], texts: Texts, most_tokens: float) -> list[dict[str, Any]]:
+    """Return rows as the page has them, as many steps at even distances with their tokens as are within the bound."""
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     sizes = [sum(len(row.get("tokens", {}).get("text", ())) for row in group) for group in by_step]
-    part = min(1.0, MAX_TOKENS / share / max(1, sum(sizes)))
+    part = min(1.0, most_tokens / max(1, sum(sizes)))
     samples = []
     for number, group in enumerate(by_step):
         back = len(by_step) - 1 - number  # from the last step, whose samples always have their tokens
@@ -61,29 +69,36 @@ def read_samples(file: Path, texts: Texts, share: int = 1) -> list[dict[str, Any
 
 def _read_evenly(file: Path, most: int) -> list[dict[str, Any]]:
     """Read the lines of evenly chosen steps, without holding the others."""
-    places: list[tuple[int, int]] = []  # step and position of every whole line
+    places: list[tuple[int, int]] = []  # of each step and where its lines begin, of which there may be millions
     with file.open("rb") as lines:
-        position = 0
+        n_rows, position, last = 0, 0, b""
         for number, line in enumerate(lines, 1):
-            if line.endswith(b"\n"):
+            if not (last and line.startswith(last)) and line.endswith(b"\n"):
                 if not (match := _STEP.match(line)):
                     raise ConfigError(f"{file} line {number} is no sample")
+                last = match[0]
                 places.append((int(match[1]), position))
-            position += len(line)
+            n_rows, position = n_rows + line.endswith(b"\n"), position + len(line)
         steps = list(dict.fromkeys(step for step, _ in places))
-        n = max(1, min(len(steps), most * len(steps) // max(1, len(places))))
-        chosen_steps = {steps[round(i * (len(steps) - 1) / max(1, n - 1))] for i in range(n)} if steps else set()
+        n = max(1, min(len(steps), most * len(steps) // max(1, n_rows)))
+        # From the last one on, which is the one where there is room for no other.
+        chosen_steps = {steps[-1 - round(i * (len(steps) - 1) / max(1, n - 1))] for i in range(n)} if steps else set()
         rows: list[dict[str, Any]] = []
         for step, position in places:
-            if step in chosen_steps and len(rows) < most:
-                lines.seek(position)
-                rows.append(_parse(lines.readline(), file))
+            lines.seek(position)
+            while step in chosen_steps and len(rows) < most and _is_of(line := lines.readline(), step):
+                rows.append(_parse(line, file))
     return rows
+
+
+def _is_of(line: bytes, step: int) -> bool:
+    """Return whether a line is whole, and a sample of a step."""
+    return line.endswith(b"\n") and line.startswith(b'{"step": %d,' % step)
 
 
 def _parse(line: bytes, file: Path) -> dict[str, Any]:
     try:
-        row: dict[str, Any] = json.loads(line)
+        row: dict[str, Any] = parse(line)
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     return row

@@ -57,12 +57,12 @@ def test_on_a_terminal_the_view_is_rewritten_without_colours_where_none_are_want
     assert text.startswith("\x1b[?1049h") and "\x1b[?1049l" in text  # a screen of its own, and back
     assert not re.search(r"\x1b\[[0-9;]*(3|4|9|10)[0-7][;m]", text)
     after = text.partition("\x1b[?1049l")[2]
-    assert "finished, 1 steps" in after and "warning" in after
+    assert "finished, 1 step\r\n" in after and "warning" in after
 
 
 def test_a_terminal_that_rewrites_nothing_has_one_view_after_the_other(run: Path) -> None:
     text = on_a_terminal(run, TERM="dumb")
-    assert "\x1b" not in text and text.index("step 1/10") < text.index("finished, 1 steps")
+    assert "\x1b" not in text and text.index("step 1/10") < text.index("finished, 1 step")
 
 
 def test_colours_forced_upon_a_pipe_make_no_terminal_of_it(run: Path) -> None:
