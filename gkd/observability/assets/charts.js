@@ -78,6 +78,9 @@ const Charts = (() => {
   const range = (_, low, high) => low === null || low === undefined ? [null, null]
     : low === high && (low === 0 || low === 1) ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 
+  // Areas begin at 0, or their heights say nothing.
+  const rangeOf = lines => lines.some(line => line.fill) ? (_, low, high) => range(_, low === null ? null : 0, high) : range;
+
   const axis = wide => ({
     stroke: () => colours.muted,
     grid: { stroke: () => colours.grid, width: 1 },
@@ -144,7 +147,7 @@ const Charts = (() => {
     const plot = new uPlot({
       width: Math.max(200, box.clientWidth - 22), height: 170, legend: { show: false },
       cursor: { sync: { key: 'steps', scales: ['x', null] }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range } },
+      scales: { x: { time: false }, y: { range: rangeOf(lines) } },
       series: [{}, ...series], bands, axes: [axis(false), axis(true)],
       hooks: { setCursor: [show], draw: [drawMarks(marks || [])] },
     }, data, box);

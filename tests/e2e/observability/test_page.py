@@ -158,6 +158,7 @@ def test_charts_draw_the_figures_of_the_run(look: Callable[..., Seen]) -> None:
     wait, update, sync, step = (drawn[f"timing_s/{stage}"][1][7] for stage in ("wait", "update", "sync", "step"))
     assert (wait, update, sync, step) == pytest.approx((1.25, 1.757, 2.007, 2.007))
     assert drawn["timing_s/generate"][1][7] == 1.0
+    assert {metric: low for metric, low, _ in seen.page["bounds"]}["timing_s/sync"] == 0
 
 
 def test_figures_are_those_under_the_cursor(look: Callable[..., Seen], run: Path, tmp_path: Path) -> None:
