@@ -179,6 +179,20 @@ def test_the_directory_of_ray_nodes_is_checked_where_it_is_named(
     assert _places() == {**usual, "GKD_RAY_DIR": tmp_path}
 
 
+def test_a_directory_that_no_ray_node_can_have_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(devices, "check_torch", lambda gpus: iter(()))
+    for directory in (str(tmp_path / ("x" * 30)), "/tmp/gkd-none"):
+        monkeypatch.setenv("GKD_RAY_DIR", directory)
+        assert main([]) in (0, 1)
+        lines = [
+            line for line in capfd.readouterr().out.splitlines() if line.startswith("warning") and "cluster" in line
+        ]
+        assert bool(lines) == (len(directory) > 27)
+
+
 @pytest.mark.parametrize(
     ("other", "level", "expected"),
     [

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gkd.cli.doctor.finding import Finding, confirm, fail
+from gkd.cli.doctor.finding import Finding, confirm, fail, warn
 from gkd.errors import Parser, RunFailed, entry_point
 
 
@@ -61,6 +61,8 @@ def _findings(address: str | None) -> Iterator[Finding]:
     yield from devices.check_torch(gpus)
     yield from system.check_ports(bool(local.nodes()))
     yield from system.check_disks(_places())
+    if obstacle := local.find_obstacle():
+        yield warn("cluster", obstacle, "./launch/ray_cluster.sh starts no node with this one")
     yield from system.check_shared_memory(n_gpus)
     yield from system.check_limits()
     yield from _cluster(address)

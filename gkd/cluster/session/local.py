@@ -88,15 +88,25 @@ def directory() -> Path:
 def make_directory() -> Path:
     """Return :func:`directory`, made if it is not there. Raises ConfigError when it cannot be used."""
     path = directory()
-    if len(str(path)) > LONGEST_DIRECTORY:
-        raise ConfigError(f"{DIRECTORY}={path}: at most {LONGEST_DIRECTORY} characters; Ray's sockets go below it")
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be made ({error.strerror}); set {DIRECTORY} to another directory") from None
-    if not _is_ours(path):
-        raise ConfigError(f"{path} belongs to another user or lets others write; set {DIRECTORY} to another directory")
+    if len(str(path)) <= LONGEST_DIRECTORY:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"{path} cannot be made ({error.strerror}); set {DIRECTORY} to another directory"
+            raise ConfigError(text) from None
+    if obstacle := find_obstacle():
+        raise ConfigError(obstacle)
     return path
+
+
+def find_obstacle() -> str | None:
+    """Return why :func:`directory` cannot be used, None where it can, or could be made."""
+    path = directory()
+    if len(str(path)) > LONGEST_DIRECTORY:
+        return f"{DIRECTORY}={path}: at most {LONGEST_DIRECTORY} characters; Ray's sockets go below it"
+    if path.exists() and not _is_ours(path):
+        return f"{path} belongs to another user or lets others write; set {DIRECTORY} to another directory"
+    return None
 
 
 def nodes() -> list[LocalNode]:
