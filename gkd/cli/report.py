@@ -34,13 +34,14 @@ def main(arguments: Sequence[str]) -> int:
     file: Path = options.output or runs[0].path
     if file.is_dir():
         file /= REPORT
+    while options.watch and not all(run.has_ended for run in runs):
+        if all(run.rows for run in runs):
+            write_page(runs, file, options.every)
+            print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
+        time.sleep(options.every)
     for run in runs:
         if not run.rows:
             raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")
-    while options.watch and not all(run.has_ended for run in runs):
-        write_page(runs, file, options.every)
-        print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
-        time.sleep(options.every)
     write_page(runs, file)
     print(f"\r{file}" if options.watch else file)
     return 0

@@ -44,6 +44,28 @@ def test_the_page_is_written_until_all_runs_have_ended(
 STEPS = [",".join(map(str, range(last + 1))) for last in (5, 6, 7, 8)]
 
 
+def test_a_run_that_has_just_begun_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is watched as soon as it is started, and has no step yet."""
+    run = make_run(tmp_path / "run", 3)
+    files = {name: (run / name).read_text() for name in ("metrics.jsonl", "summary.json")}
+    for name in files:
+        (run / name).unlink()
+    assert main([str(run)]) == 2 and not (run / "report.html").exists()
+    waited: list[bool] = []
+
+    def sleep(_: float) -> None:
+        waited.append((run / "report.html").exists())
+        name = "metrics.jsonl" if len(waited) == 1 else "summary.json"
+        (run / name).write_text(files[name])
+
+    monkeypatch.setattr("gkd.cli.report.time.sleep", sleep)
+    assert main([str(run), "--watch"]) == 0
+    assert waited == [False, True] and (run / "report.html").exists()
+    assert capfd.readouterr().err.count("\n") == 1
+
+
 def test_a_run_that_failed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     (run / "summary.json").unlink()

@@ -101,6 +101,14 @@ def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatc
     assert read_samples(tmp_path / "missing.jsonl", texts) == []
 
 
+def test_a_text_that_is_cut_says_so(tmp_path: Path) -> None:
+    """Or a long response seems to end there."""
+    (tmp_path / "samples.jsonl").write_text(lines([{"step": 1, "prompt": "a" * 20_000, "response": "b" * 21_234}]))
+    (cut,) = read_samples(tmp_path / "samples.jsonl", Texts())
+    assert cut["prompt"] == "a" * 20_000
+    assert cut["response"] == "b" * 20_000 + "\u2026 1,234 more characters"
+
+
 def test_of_samples_that_are_not_taken_nothing_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ten thousand steps of 512 samples each it would be half a gigabyte."""
     file = tmp_path / "samples.jsonl"

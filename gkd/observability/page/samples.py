@@ -104,11 +104,16 @@ def _parse(line: bytes, file: Path) -> dict[str, Any]:
     return row
 
 
+def _cut(text: str) -> str:
+    more = len(text) - MAX_CHARACTERS
+    return text if more <= 0 else f"{text[:MAX_CHARACTERS]}\u2026 {more:,} more characters"
+
+
 def _sample(row: Mapping[str, Any], texts: Texts, detailed: bool) -> dict[str, Any]:
     """Return a row as the page has it; ``detailed``: with its tokens."""
     sample: dict[str, Any] = {name: row[name] for name in _KEPT if name in row}
     sample |= {name: round(row[name], 4) for name in _MEANS if name in row}
-    sample |= {name: str(row[name])[:MAX_CHARACTERS] for name in ("prompt", "response")}
+    sample |= {name: _cut(str(row[name])) for name in ("prompt", "response")}
     tokens = row.get("tokens") if detailed else None
     if tokens:
         columns: dict[str, Any] = {"t": [texts.number_of(text) for text in tokens["text"]]}
