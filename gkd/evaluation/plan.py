@@ -46,6 +46,8 @@ class Measurement:
     sampling: Sampling
     identity: str
     """The strategy as answers are kept by."""
+    computed_by: str = ""
+    """Engine and type of numbers of a local model, as answers are kept by; empty for those that are the default."""
 
     @property
     def label(self) -> str:
@@ -67,7 +69,7 @@ class Measurement:
             self.questions.name,
             question.key,
             job.index,
-            _digest(question, self.sampling, seed if draws else 0),
+            _digest(question, self.sampling, seed if draws else 0, self.computed_by),
             self.identity,
         )
 
@@ -76,13 +78,14 @@ class Measurement:
         return [job for job in self.jobs if self.key(job, seed) not in log.answers]
 
 
-def _digest(question: Question, sampling: Sampling, seed: int) -> str:
+def _digest(question: Question, sampling: Sampling, seed: int, computed_by: str) -> str:
     prompt = hashlib.sha256(question.prompt.token_ids.tobytes()).hexdigest()
     parts = [sampling.max_tokens, sampling.temperature, sampling.top_p, prompt, seed]
     # Of a strategy's own prompts, and of endpoints, whose templates nobody knows.
     further: dict[str, Any] = {name: getattr(sampling, name) for name in ("top_k", "min_p", "presence_penalty", "stop")}
     further["chat_template_kwargs"] = question.chat_template_kwargs
     further["tools"] = question.prompt.tools
+    further["computed_by"] = computed_by
     if used := {name: value for name, value in further.items() if value}:  # earlier answers have none of them
         parts.append(json.dumps(used))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
@@ -164,10 +167,21 @@ def _require_files_of_their_own(measurements: Sequence[Measurement]) -> None:
 def _plan_strategies(config: Config, model: LocalModel | EndpointModel, questions: Questions) -> list[Measurement]:
     reward_settings(config, questions)
     sampling = sampling_of(config.rollout, questions.settings)
+    computed_by = describe_engine(config) if isinstance(model, LocalModel) else ""
     return [
-        Measurement(model, questions, strategy, sampling, _identity(config, strategy))
+        Measurement(model, questions, strategy, sampling, _identity(config, strategy), computed_by)
         for strategy in _strategies(config)
     ]
+
+
+def describe_engine(config: Config) -> str:
+    """Return the settings of what computes answers, without those that have their default."""
+    own = {"rollout.engine": (config.rollout, "engine"), "model.dtype": (config.model, "dtype")}
+    return " ".join(
+        f"{setting}={value}"
+        for setting, (section, name) in own.items()
+        if (value := getattr(section, name)) != type(section).model_fields[name].default
+    )
 
 
 def _strategies(config: Config) -> Sequence[str]:

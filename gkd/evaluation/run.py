@@ -230,6 +230,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
             "seed": config.trainer.seed,
             "strategy": measurement.identity,
             "engine": config.rollout.engine,
+            "dtype": config.model.dtype,
             "path": measurement.model.path,
             "fingerprint": measurement.model.fingerprint,
             "n_too_long": questions.n_too_long,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from gkd.config import load
 from gkd.config.eval_set import EvalSet
 from gkd.config.evaluation import Endpoint
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import AnswerKey, AnswerLog, RecordedAnswer, fingerprint
 from gkd.evaluation.endpoint import EndpointModel
-from gkd.evaluation.plan import Measurement
+from gkd.evaluation.plan import Measurement, describe_engine
 from gkd.evaluation.questions import Questions
 from gkd.types import Sampling
 from tests.evaluation.test_answering import jobs
@@ -55,6 +56,19 @@ def test_another_seed_is_another_answer_where_anything_is_drawn(strategy: str, t
     measured = Measurement(model, questions, strategy, Sampling(8, temperature), strategy)
     (job,) = jobs(1)
     assert (measured.key(job, 0) == measured.key(job, 1)) == same
+
+
+def test_another_engine_or_type_of_numbers_is_another_answer() -> None:
+    """Both are in the results; those of the default ones are kept as before."""
+    by = [
+        describe_engine(load(settings))
+        for settings in ({}, {"rollout": {"engine": "hf"}}, {"model": {"dtype": "float32"}}, {"rollout": {"n": 2}})
+    ]
+    model = EndpointModel("a", Endpoint(url="http://127.0.0.1/v1", model="a"))
+    questions, sampling = Questions("sums", EvalSet(files=["sums.jsonl"]), [], 0), Sampling(8, 0.0)
+    keys = [Measurement(model, questions, "plain", sampling, "plain", own).key(jobs(1)[0], 0) for own in by]
+    assert keys[0] == keys[3] == Measurement(model, questions, "plain", sampling, "plain").key(jobs(1)[0], 0)
+    assert len(set(keys)) == 3
 
 
 def test_a_disk_that_is_full_is_named_and_loses_no_whole_answer(tmp_path: Path) -> None:
