@@ -150,9 +150,10 @@ def read_planned_gb(config: Config, placement: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_spans(file: Path) -> list[dict[str, Any]]:
-    """Return the last :data:`MAX_SPANS` complete events of a Chrome trace, seconds; none where there is no file.
+    """Return the newest complete events of a Chrome trace, seconds; none where there is no file.
 
-    ``lane``: the worker; ``why``: an idle span's cause. Raises ConfigError for a file that is no trace.
+    Those are at most :data:`MAX_SPANS`, of whole steps; of one that has more the last ones. ``lane``: the worker;
+    ``why``: an idle span's cause. Raises ConfigError for a file that is no trace.
     """
     if not file.exists():
         return []
@@ -160,7 +161,7 @@ def read_spans(file: Path) -> list[dict[str, Any]]:
         trace = parse(_cut_events(file.read_text(encoding="utf-8")).encode())
         events = trace["traceEvents"] if isinstance(trace, dict) else trace
         names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-        return [
+        spans = [
             {
                 "name": e["name"],
                 "lane": str(names.get(e["pid"], e["pid"])),
@@ -169,10 +170,13 @@ def read_spans(file: Path) -> list[dict[str, Any]]:
                 "step": int(e.get("args", {}).get("step", 0)),
                 "why": e.get("args", {}).get("why") or e.get("args", {}).get("cause"),
             }
-            for e in [e for e in events if e["ph"] == "X"][-MAX_SPANS:]
+            for e in [e for e in events if e["ph"] == "X"][-MAX_SPANS - 1 :]
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no Chrome trace: {describe_error(error)}") from None
+    if len(spans) <= MAX_SPANS:
+        return spans
+    return [span for span in spans if span["step"] != spans[0]["step"]] or spans[1:]
 
 
 def _cut_events(trace: str) -> str:
@@ -181,7 +185,7 @@ def _cut_events(trace: str) -> str:
     A text like this begins no object within a string of JSON, whose quotes are escaped.
     """
     begins, at = '{"ph": "X"', len(trace)
-    for _ in range(MAX_SPANS):
+    for _ in range(MAX_SPANS + 1):
         if (at := trace.rfind(begins, 0, at)) < 0:
             return trace
     return trace[: trace.index(begins)] + trace[at:]
