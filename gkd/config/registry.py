@@ -16,14 +16,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from gkd.config.base import user_path
 from gkd.config.hints import suggest
 from gkd.errors import ConfigError, describe_raised
+
+_LOADED: dict[tuple[str, str | None, str], Any] = {}
+"""What users' names stand for, by setting, base and name: a plan and a loss load them at every turn."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,16 @@ class Registry:
                 f"{self.setting}={name}: no such choice{suggest(name, names)}; there are "
                 f"{', '.join(names)}, or your own as package.module:name or FILE.py:name"
             )
-        own = _load_own(self.setting, name)
-        config = settings_class(own)
-        if config is not None and not hasattr(config, "model_fields"):
-            raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
-        if self.base is not None:
-            self._require_base(name, own, self.base)
-        return own
+        place = self.setting, self.base, name if name.startswith("/") else make_absolute(name)
+        if place not in _LOADED:
+            own = _load_own(self.setting, name)
+            config = settings_class(own)
+            if config is not None and not hasattr(config, "model_fields"):
+                raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
+            if self.base is not None:
+                self._require_base(name, own, self.base)
+            _LOADED[place] = own
+        return _LOADED[place]
 
     def _require_base(self, name: str, own: Any, required: str) -> None:
         """Raise ConfigError for what is not of the class ``required``, or has not the methods that are called of it."""
@@ -83,14 +89,28 @@ class Registry:
             raise ConfigError(f"{self.setting}={name}: it is {what} is expected")
         if lacking := sorted(getattr(own, "__abstractmethods__", ())):
             raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
-        for attribute, kind in vars(base).get("__annotations__", {}).items():
-            if str(kind).startswith("ClassVar") and not hasattr(own, attribute):
+        for attribute, kind in _class_attributes(base).items():
+            if not hasattr(own, attribute):
                 raise ConfigError(f"{self.setting}={name}: it lacks the class attribute {attribute}")
+            try:
+                TypeAdapter(kind).validate_python(value := getattr(own, attribute), strict=True)
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].lower()
+                raise ConfigError(f"{self.setting}={name}: its {attribute} is {value!r}: {message}") from None
         for method in sorted(getattr(base, "__abstractmethods__", ())):
             names = list(inspect.signature(getattr(base, method)).parameters)
             bound = isinstance(inspect.getattr_static(own, method), staticmethod | classmethod)
-            if why := why_not_callable(getattr(own, method), len(names) - bound):
+            why = why_not_callable(getattr(own, method), len(names) - bound)
+            if inspect.iscoroutinefunction(getattr(own, method)):
+                why = "it is async, and nothing awaits it"
+            if why:
                 raise ConfigError(f"{self.setting}={name}: its {method} is called with {', '.join(names[1:])}: {why}")
+
+
+def _class_attributes(base: type) -> dict[str, Any]:
+    """Return the types of the class attributes that ``base`` itself states, by name."""
+    hints = {name: kind for name, kind in get_type_hints(base).items() if name in vars(base)["__annotations__"]}
+    return {name: get_args(kind)[0] for name, kind in hints.items() if get_origin(kind) is ClassVar}
 
 
 def why_not_callable(function: Any, n: int) -> str | None:

@@ -166,6 +166,8 @@ def test_an_engine_or_a_transfer_that_cannot_do_it_is_refused(overrides: list[st
 OWN_CLASSES = """
 import pydantic
 from gkd.algorithms.advantages import AdvantageEstimator
+from gkd.inference.engine import InferenceEngine
+from gkd.losses.divergence import Divergence
 from gkd.weights.transfer import Transfer
 class Twice(AdvantageEstimator):
     class Config(pydantic.BaseModel):
@@ -189,6 +191,17 @@ class Checked(AdvantageEstimator):
     def compute_advantages(self, rewards): return rewards
 class Narrow(AdvantageEstimator):
     def compute_advantages(self): return 1
+class Awaited(AdvantageEstimator):
+    async def compute_advantages(self, rewards): return rewards
+class Typo(Divergence):
+    teacher_logprobs = "tokens"
+    def __call__(self, log_p, log_q): return log_p - log_q
+class Hot(InferenceEngine):
+    can_sample, temperatures = True, 2.0
+    def __init__(self, spec): ...
+    def add(self, key, request): ...
+    def has_unfinished_requests(self): return False
+    def step(self): return []
 class Wide(AdvantageEstimator):
     @staticmethod
     def compute_advantages(rewards, groups): return rewards
@@ -206,6 +219,9 @@ ready = Twice(None)
         ("algorithm.advantage.name", "NoModel", "pydantic"),
         ("algorithm.advantage.name", "Narrow", "compute_advantages .* rewards: .*arguments"),
         ("algorithm.advantage.name", "Wide", "compute_advantages .* rewards: .*'groups'"),
+        ("algorithm.advantage.name", "Awaited", "compute_advantages .*async"),
+        ("algorithm.loss.name", "Typo", "teacher_logprobs is 'tokens': .*'top_k' or 'token'"),
+        ("rollout.engine", "Hot", r"temperatures is 2\.0: .*tuple"),
         ("algorithm.advantage.name", "ready", "its class"),
         ("algorithm.name", "Plain", "Composition"),
         ("weights.transfer", "Plain", "no gkd.weights.transfer.Transfer"),
@@ -218,6 +234,20 @@ def test_a_class_that_will_not_do_is_refused_in_one_line(setting: str, name: str
     with pytest.raises(ConfigError, match=why) as refused:
         compose(["+recipe=grpo", f"{setting}={file}:{name}"])
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_read_and_its_class_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss is loaded for every block of logits, and a plan loads it ten thousand times."""
+    file = tmp_path / "once.py"
+    file.write_text("class Mine: ...\n")
+    monkeypatch.chdir(tmp_path)
+    registry = Registry("section.name", {})
+    own = registry.load("once.py:Mine")
+    file.unlink()
+    assert registry.load(f"{file}:Mine") is registry.load("once.py:Mine") is own
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ConfigError, match=r"once\.py"):  # another file, which is not there
+        registry.load("once.py:Mine")
 
 
 def test_an_error_at_import_is_shown_with_its_place_and_what_is_printed_is_no_output(

@@ -24,7 +24,7 @@ from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import GenerationNotice, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
 from gkd.weights.object_store import ObjectStore
-from gkd.weights.transfer import Bucket
+from gkd.weights.transfer import Bucket, Receiver
 from tests.data.models import WORDS, save_model
 
 
@@ -49,17 +49,20 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> RolloutWorker:
     return RolloutWorker(config, EngineSpec.for_rollout(config, path, model, 64, 0, "cpu"))
 
 
-class NoReceiver:
+class NoReceiver(Receiver):
     """The receiving end of a transfer that cannot be made here."""
 
     def __init__(self, *_: Any) -> None:
         raise RunFailed("no receiver")
 
+    def receive(self, bucket: Bucket) -> Any:
+        raise AssertionError("it cannot be made")
+
 
 class Unreceivable(ObjectStore):
     """A transfer of one's own."""
 
-    receiver = NoReceiver  # type: ignore[assignment]
+    receiver = NoReceiver
 
 
 def test_a_receiver_that_cannot_be_made_ends_the_start_and_not_the_first_push(worker: RolloutWorker) -> None:
