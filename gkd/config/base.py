@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -97,7 +98,9 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _convert_values(cls, values: Any) -> Any:
-        """Convert a text where a list of texts is expected to a list of one, and 1e3 where a whole number is to one."""
+        """Convert a text where a list of texts is expected to a list of one, 1e3 where a whole number is to one, and
+        what YAML has of tuples, sets, paths and members of an enumeration to these.
+        """
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields
@@ -105,12 +108,21 @@ class Settings(BaseModel):
 
 
 def _convert(value: Any, field: FieldInfo) -> Any:
-    if not isinstance(value, str | float):
-        return value
     kinds = _kinds(field.annotation)
-    if isinstance(value, str):
-        return [value] if list[str] in kinds and str not in kinds else value
-    return int(value) if value.is_integer() and int in kinds and float not in kinds else value
+    if not isinstance(value, str | float | list) or type(value) in [get_origin(kind) or kind for kind in kinds]:
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and int in kinds else value
+    for kind in kinds:
+        made = get_origin(kind) or kind
+        if isinstance(value, list):
+            if made in (tuple, set, frozenset):
+                return made(value)
+        elif made is Path or (
+            isinstance(made, type) and issubclass(made, Enum) and value in [one.value for one in made]
+        ):
+            return made(value)
+    return [value] if isinstance(value, str) and list[str] in kinds else value
 
 
 def _kinds(annotation: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -51,7 +51,7 @@ class OpenSettings(Settings):
     def class_settings(self) -> Any:
         """Return the settings of the class that is named, as its ``Config``."""
         kind = settings_class(self.selected_class)
-        return None if kind is None else kind.model_validate(self._select_values(""))
+        return None if kind is None else _validate(kind, self._select_values(""))
 
     @property
     def selected_class(self) -> Any:
@@ -82,7 +82,8 @@ class OpenSettings(Settings):
                 raise ValueError(f"the setting {twice[0]} of {owner.__name__} has the name of another one here")
             values, known = self._select_values(section), [f"{prefix}{name}" for name in kind.model_fields]
             try:
-                complete = kind.model_validate(values).model_dump(mode="json")
+                complete = _validate(kind, values).model_dump(mode="json")
+                _validate(kind, complete)  # as what is written of a run is read
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
                 raise ValueError(f"in {owner.__name__}.Config: {describe_raised(error)}") from None
             except ValidationError as error:
@@ -90,9 +91,8 @@ class OpenSettings(Settings):
                 key = prefix + ".".join(map(str, first["loc"]))
                 why = one_line(str(first["msg"]).removeprefix("Value error, "))
                 raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
-            if kind.model_config.get("extra", "ignore") == "ignore":  # a model of the user's, which would drop them
-                for name in values.keys() - kind.model_fields:
-                    raise _refusal(f"{prefix}{name}", values[name], "", unknown=True, known=known)
+            for name, value in _find_ignored(kind, values, prefix):
+                raise _refusal(name, value, "", unknown=True, known=known)
             if not section:
                 extra.update(complete)
             elif complete and section in map(shorten_name, self.selected_names()):
@@ -143,7 +143,23 @@ class OpenSections(OpenSettings):
     def settings_of(self, name: str) -> Any:
         """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
         kind = settings_class(self.registry.load(name))
-        return None if kind is None else kind.model_validate(self._select_values(shorten_name(name)))
+        return None if kind is None else _validate(kind, self._select_values(shorten_name(name)))
+
+
+def _validate(kind: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
+    """Return settings by the names of their fields, whatever aliases these have. Raises ValidationError."""
+    return kind.model_validate(values, by_alias=False, by_name=True)
+
+
+def _find_ignored(kind: type[BaseModel], values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield settings, name and value, that a model of the user's, or one within it, would drop without a word."""
+    drops = kind.model_config.get("extra", "ignore") == "ignore"
+    for name, value in values.items():
+        below = kind.model_fields[name].annotation if name in kind.model_fields else None
+        if name not in kind.model_fields and drops:
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping) and isinstance(below, type) and issubclass(below, BaseModel):
+            yield from _find_ignored(below, value, f"{prefix}{name}.")
 
 
 def _refusal(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:

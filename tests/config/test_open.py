@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from datetime import date
+from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from omegaconf import OmegaConf
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from gkd.config.base import Settings
 from gkd.config.compose import compose
@@ -71,6 +73,63 @@ def test_a_class_in_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert own.class_settings().width == 5 and own.model_dump() == {"name": f"{file}:Mine", "width": 5}
     monkeypatch.chdir(tmp_path)
     assert make_absolute("mine.py:Mine") == f"{file}:Mine" and make_absolute("mine:Mine") == "mine:Mine"
+
+
+class Kind(Enum):
+    SOFT, HARD = "soft", "hard"
+
+
+class Varied:
+    """An entry with settings of types that YAML has not."""
+
+    class Config(Settings):
+        band: tuple[float, float] = (0.1, 0.9)
+        kinds: frozenset[str] | None = frozenset("a")
+        file: Path = Path("here")
+        kind: Kind = Kind.SOFT
+
+
+class Loose:
+    """An entry whose settings are a model that drops what it does not know."""
+
+    class Config(BaseModel):
+        class Inner(BaseModel):
+            x: int = 1
+
+        inner: Inner = Inner()
+        scale: float = Field(0.1, alias="factor")
+        day: date = date(2026, 1, 2)
+
+
+class OfAnyType(OpenSettings):
+    registry: ClassVar[Registry] = Registry(
+        "section.name", {"varied": f"{__name__}:Varied", "loose": f"{__name__}:Loose"}
+    )
+    name: str = "varied"
+
+
+def test_settings_of_types_that_yaml_has_not_are_read_as_they_are_written() -> None:
+    own = OfAnyType.model_validate({"band": [0.2, 0.8], "kinds": ["b"], "kind": "hard"})
+    again = OfAnyType.model_validate(own.model_dump())
+    expected = {"band": (0.2, 0.8), "kinds": {"b"}, "file": Path("here"), "kind": Kind.HARD}
+    for section in (own, again):
+        assert dict(section.class_settings()) == expected
+    for values, key in (({"band": ["0.2", 0.8]}, "band.0"), ({"kind": "odd"}, "kind"), ({"file": 3}, "file")):
+        with pytest.raises(ValidationError) as refused:
+            OfAnyType.model_validate(values)
+        assert refused.value.errors()[0]["ctx"]["key"] == key
+
+
+@pytest.mark.parametrize("values", [{"inner": {"y": 2}}, {"factor": 0.2}])
+def test_no_setting_is_dropped_without_a_word(values: dict[str, object]) -> None:
+    """Neither within a model of a model, nor by another name than its field's."""
+    own = OfAnyType.model_validate({"name": "loose", "inner": {"x": 2}, "scale": 0.3, "day": "2026-01-03"})
+    settings = own.class_settings()
+    assert (settings.inner.x, settings.scale, settings.day) == (2, 0.3, date(2026, 1, 3))
+    with pytest.raises(ValidationError) as refused:
+        OfAnyType.model_validate({"name": "loose", **values})
+    context = refused.value.errors()[0]["ctx"]
+    assert context["unknown"] and context["key"] in ("inner.y", "factor")
 
 
 @pytest.mark.parametrize("name", ["scald", "nowhere:Mine", "/no/such/file.py:Mine", "pathlib:Paths"])
