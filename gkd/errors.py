@@ -102,7 +102,8 @@ class Parser(argparse.ArgumentParser):
 def catch_errors(call: Callable[[], int]) -> int:
     """Do ``call`` and return its exit code; an error becomes one line on standard error and a code.
 
-    So does a package that this Python lacks, where ``call`` imports it and not the module around it.
+    So does a package that this Python lacks, where ``call`` imports it and not the module around it, and what a file of
+    the user's raises, wherever that is called.
     """
     try:
         code = call()
@@ -167,6 +168,8 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
             end = CLOSED, 1
         case KeyboardInterrupt():
             end = "stopped by Ctrl-C", 130
+        case Exception() | SystemExit() if describe_place("".join(traceback.format_tb(error.__traceback__))):
+            end = f"failed: {describe_raised(error)}", 1
     return end
 
 

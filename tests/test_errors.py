@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pwd
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from gkd.cli import train as main
 from gkd.cluster.session.shutdown import run_within
+from gkd.config.registry import Registry
 from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors, entry_point
 
 
@@ -45,6 +47,17 @@ def test_every_end_is_one_line(error: BaseException, line: str, code: int, capfd
 
     assert catch_errors(program) == code
     assert capfd.readouterr().err == line + "\n"
+
+
+@pytest.mark.parametrize("error", ["KeyError('cost')", "SystemExit(0)"])
+def test_what_a_file_of_ones_own_raises_is_a_line_with_its_place(
+    error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it is called, as an engine's ``memory`` by a plan."""
+    file = tmp_path / "costs.py"
+    file.write_text(f"def cost():\n    raise {error}\n")
+    assert catch_errors(Registry("section.name", {}).load(f"{file}:cost")) == 1
+    assert re.fullmatch(rf"failed: {error[:8]}.*: .*\({file}, line 2\)\n", capfd.readouterr().err)
 
 
 def test_what_the_terminal_has_no_letter_for_does_not_end_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,8 @@ def _advantages(config: Config, rewards: Float64, groups: Sequence[int]) -> Floa
     sample.
     """
     name = config.algorithm.advantage.name
+    estimator: AdvantageEstimator = config.algorithm.advantage.build()
     try:
-        estimator: AdvantageEstimator = config.algorithm.advantage.build()
         advantages = np.asarray(estimator(rewards.tolist(), groups), np.float64)
     except SignalExit:
         raise

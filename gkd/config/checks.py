@@ -8,6 +8,14 @@ from gkd.config.base import GROUP_OF
 from gkd.config.run import Config
 
 
+def _losses_can_be_made(config: Config) -> None:
+    """Make what the loss is made of, as a class of the user's may refuse its settings, or fail."""
+    algorithm = config.algorithm
+    algorithm.loss.build()
+    algorithm.advantage.build()
+    algorithm.policy.build((0.2, 0.2))
+
+
 def _own_models_and_data_go_together(config: Config) -> None:
     present = {"model.path": not config.uses_task}
     model = config.teacher.model
@@ -350,6 +358,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     require_schedule,
     _early_cuts_are_learned_from,
     _bands_are_of_rewards,
+    _losses_can_be_made,
 )
 """Each raises ValueError, which names the settings that do not go together."""
 

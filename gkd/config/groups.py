@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
@@ -357,6 +358,9 @@ class Trainer(ValidationSettings, Pool, OpenSections):
             kind = TRACKERS.load(name)
             if not (isinstance(kind, type) and hasattr(kind, "log") and hasattr(kind, "close")):
                 raise ValueError(f"trackers: {name} is no class with the methods log and close")
+            for method in ("log", "log_samples", "close"):
+                if inspect.iscoroutinefunction(getattr(kind, method, None)):
+                    raise ValueError(f"trackers: {name}: its {method} is async, and nothing awaits it")
         return self
 
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from gkd.config.base import Settings
 from gkd.config.registry import Registry, settings_class, shorten_name
-from gkd.errors import describe_raised, one_line
+from gkd.errors import ConfigError, SignalExit, describe_raised, one_line
 
 OWN = "own_setting"
 """Type of the error of a setting that a named class does not take; ``ctx`` has its key within the section and why."""
@@ -59,8 +59,17 @@ class OpenSettings(Settings):
         return self.owners()[""]
 
     def build(self, *arguments: Any) -> Any:
-        """Make one of the class that is named, from its settings and then ``arguments``."""
-        return self.selected_class(self.class_settings(), *arguments)
+        """Make one of the class that is named, from its settings and then ``arguments``.
+
+        Raises ConfigError where a class of the user's cannot be made.
+        """
+        try:
+            return self.selected_class(self.class_settings(), *arguments)
+        except (ConfigError, SignalExit):
+            raise
+        except (Exception, SystemExit) as error:
+            name = getattr(self, self.selects)
+            raise ConfigError(f"{self.registry.setting}={name} cannot be made: {describe_raised(error)}") from None
 
     def _select_values(self, section: str) -> dict[str, Any]:
         extra = self.model_extra or {}

@@ -142,8 +142,10 @@ class _Caller:
             function, end = call
             try:
                 end.put((function(), None))
-            except BaseException as error:
+            except Exception as error:
                 end.put((None, error))
+            except BaseException as error:  # such as SystemExit, which would end the run
+                end.put((None, RuntimeError(describe_raised(error))))
 
 
 def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None]:

@@ -250,6 +250,9 @@ class Checked(AdvantageEstimator):
     def compute_advantages(self, rewards): return rewards
 class Narrow(AdvantageEstimator):
     def compute_advantages(self): return 1
+class Unmade(AdvantageEstimator):
+    def __init__(self, config): raise KeyError("scale")
+    def compute_advantages(self, rewards): return rewards
 class Awaited(AdvantageEstimator):
     async def compute_advantages(self, rewards): return rewards
 class Typo(Divergence):
@@ -278,6 +281,7 @@ ready = Twice(None)
         ("algorithm.advantage.name", "NoModel", "pydantic"),
         ("algorithm.advantage.name", "Narrow", "compute_advantages .* rewards: .*arguments"),
         ("algorithm.advantage.name", "Wide", "compute_advantages .* rewards: .*'groups'"),
+        ("algorithm.advantage.name", "Unmade", r"Unmade .*KeyError: 'scale' .*mine\.py, line"),
         ("algorithm.advantage.name", "Awaited", "compute_advantages .*async"),
         ("algorithm.loss.name", "Typo", "teacher_logprobs is 'tokens': .*'top_k' or 'token'"),
         ("rollout.engine", "Hot", r"temperatures is 2\.0: .*tuple"),

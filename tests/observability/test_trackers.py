@@ -193,6 +193,36 @@ def test_a_time_out_of_a_trackers_own_is_an_error_like_others(tmp_path: Path, ca
     assert "TimeoutError: no answer" in caplog.text
 
 
+ENDING = """
+class Ending:
+    def __init__(self, run): ...
+    def log(self, step, metrics):
+        raise SystemExit(0)
+    def close(self, failed):
+        raise SystemExit(0)
+class Late:
+    def log(self, step, metrics): ...
+    async def close(self, failed): ...
+"""
+
+
+def test_a_tracker_that_would_end_the_program_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine.py").write_text(ENDING)
+    ending = f"{tmp_path}/mine.py:Ending"
+    with caplog.at_level("WARNING", logger="gkd"):
+        write(config(ending), tmp_path, ROWS)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(ROWS)
+    texts = [record.getMessage() for record in caplog.records if record.name == "gkd"]
+    assert len(texts) == 2
+    assert all(contains_in_order(text, f"trainer.trackers: {ending} ", "SystemExit", "mine.py, line") for text in texts)
+
+
+def test_a_tracker_with_an_async_method_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENDING)
+    with pytest.raises(ConfigError, match=r"trackers: .*mine\.py:Late: .*close.* async"):
+        config(f"{tmp_path}/mine.py:Late")
+
+
 HANGING = """
 import threading
 class Hanging:
