@@ -6,6 +6,7 @@ check names and settings without loading torch or vLLM. The modules of entries i
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -25,6 +26,8 @@ from gkd.config.base import user_path
 from gkd.config.hints import suggest
 from gkd.errors import ConfigError, describe_raised
 
+_FOLDERS: list[Path] = []
+"""Those of users' files, in the order in which Python looks there for what these import."""
 _LOADED: dict[tuple[str, str | None, str], Any] = {}
 """What users' names stand for, by setting, base and name: a plan and a loss load them at every turn."""
 
@@ -194,8 +197,11 @@ def _module(file: Path) -> ModuleType:
     name = f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
+    if file.parent not in _FOLDERS:
+        _FOLDERS.append(file.parent)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+    _require_own_neighbours(file)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # for names that end in .py there are both
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -205,3 +211,23 @@ def _module(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _require_own_neighbours(file: Path) -> None:
+    """Raise ImportError where what a file imports from beside it would be another file's neighbour of that name.
+
+    Python has one module of a name, from the first folder that has one.
+    """
+    nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    for name in sorted({module.partition(".")[0] for module in modules}):
+        own = _find_neighbour(file.parent, name)
+        for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
+            other = _find_neighbour(folder, name)
+            if own is not None and other is not None and own.read_bytes() != other.read_bytes():
+                raise ImportError(f"it imports {name}, and both {other} and {own} are called so: rename one of them")
+
+
+def _find_neighbour(folder: Path, name: str) -> Path | None:
+    return next((file for file in (folder / f"{name}.py", folder / name / "__init__.py") if file.is_file()), None)

@@ -328,6 +328,22 @@ def test_an_error_at_import_is_shown_with_its_place_and_what_is_printed_is_no_ou
     assert capsys.readouterr().out == ""
 
 
+def test_two_files_do_not_get_each_others_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two modules of one name Python has the first alone, also for the file beside the second."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    registry = Registry("section.name", {})
+    for folder, value in (("one", 1), ("copy", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "neighbour_of_own.py").write_text(f"VALUE = {value}\n")
+        (tmp_path / folder / "mine.py").write_text(
+            "def value():\n    from neighbour_of_own import VALUE\n    return VALUE\n"
+        )
+    for folder in ("one", "copy"):
+        assert registry.load(f"{tmp_path}/{folder}/mine.py:value")() == 1
+    with pytest.raises(ConfigError, match=r"ImportError: .*one/neighbour_of_own\.py.*two/neighbour_of_own\.py"):
+        registry.load(f"{tmp_path}/two/mine.py:value")
+
+
 def test_methods_may_take_what_they_are_called_with_in_any_way(tmp_path: Path) -> None:
     file = tmp_path / "free.py"
     file.write_text(
