@@ -140,7 +140,7 @@ class Reward(OpenSections):
             call = getattr(reward, "__call__", reward) if isinstance(reward, type) else reward  # noqa: B004
             if why := _why_not_called(reward, call):
                 raise ValueError(f"functions: {name}: {why}: docs/rewards.md has what each kind is given")
-            if inspect.iscoroutinefunction(call):
+            if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
                 self._asynchronous.add(name)
             if not GROUP_PARAMETERS.isdisjoint(required_parameters(call)):  # with a default it is a setting
                 self._of_groups.append(name)

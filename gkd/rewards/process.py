@@ -6,6 +6,7 @@ Each has a pipe of its own: whatever happens to one, in the middle of whatever, 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import multiprocessing
@@ -16,7 +17,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
@@ -183,17 +184,25 @@ def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
             if reward.is_async(name):
                 answers = runner.run(_gather_answers(functions[name], groups, timeout_s, name in of_groups))
             else:  # outside of the loop, as the function may run one of its own
-                answers = [_evaluate(functions[name], group, name in of_groups) for group in groups]
+                answers = [_evaluate(functions[name], group, name in of_groups, runner.run) for group in groups]
             if os.getpid() != process:  # a copy that the function made of this one, and whose answer nobody awaits
                 os._exit(0)
             connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
 
 
-def _evaluate(function: RewardCallable, group: CompletionGroup, whole: bool) -> list[Timed | str]:
-    """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``."""
+def _evaluate(
+    function: RewardCallable, group: CompletionGroup, whole: bool, run: Callable[[Any], Any] = asyncio.run
+) -> list[Timed | str]:
+    """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``.
+
+    ``run`` awaits what it gives where that has to be, as of a function that a decorator hides to be async.
+    """
     started = time.monotonic()
     try:
-        return _time_rewards(function(group if whole else group[0]), len(group), whole, started)
+        result = function(group if whole else group[0])
+        if inspect.iscoroutine(result):
+            result = run(result)
+        return _time_rewards(result, len(group), whole, started)
     except BaseException as error:  # a user's function may raise anything, SystemExit included
         return [describe_raised(error)] * len(group)
 

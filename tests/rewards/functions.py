@@ -87,6 +87,19 @@ async def slow(completion: Completion) -> float:
     return completion.n_tokens
 
 
+class _Asking:
+    async def __call__(self, completion: Completion) -> float:
+        await asyncio.sleep(0.1)
+        return completion.n_tokens
+
+
+asking = _Asking()
+
+
+def hidden(completion: Completion):  # type: ignore[no-untyped-def]
+    return slow(completion)
+
+
 async def noted(completion: Completion) -> float:
     """Notes in the file that is its answer when it begins (+) and ends (-)."""
     assert completion.answer is not None

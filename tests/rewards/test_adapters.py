@@ -161,3 +161,10 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
     )
     assert (first[0], other[0]) == (1.0, 2.0)
     assert late.startswith("TimeoutError: ") and late.endswith(" 0.8 s (reward.timeout_s)")
+
+
+def test_what_is_async_by_its_class_or_behind_a_decorator_is_awaited() -> None:
+    assert settings_of("asking").is_async(HERE + "asking")
+    for name in ("asking", "hidden"):
+        ((reward, _),) = _evaluate(resolve(HERE + name, settings_of(name)), [make_completion("", n=2)], False)
+        assert reward == 2.0
