@@ -43,6 +43,7 @@ def rates(config: Config) -> Rates:
 def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
     yield from _idle_pools(config)
+    yield from _idle_settings(config)
     yield from filter(None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness)))
 
 
@@ -54,6 +55,25 @@ def _idle_pools(config: Config) -> Iterator[str]:
             continue
         gpus = f"{pool.n_workers} GPU{'s' * (pool.n_workers > 1)}"
         yield f"{section}.n_gpus_per_node={pool.n_gpus_per_node}: this run has no {group}, so {gpus} stay idle"
+
+
+def _idle_settings(config: Config) -> Iterator[str]:
+    """Yield a warning for each setting that is not as by default and has no effect beside the others."""
+    algorithm, schedule = config.algorithm, config.schedule
+    sampling = algorithm.importance_sampling
+    conditions = [
+        ("algorithm.overlong", algorithm.overlong, "buffer", algorithm.overlong.action == "penalty", "action=penalty"),
+        ("algorithm.kl", algorithm.kl, "estimator", algorithm.kl.coef > 0, "coef above 0"),
+        ("algorithm.loss", algorithm.loss, "tail", algorithm.loss.top_k is not None, "top_k, a number"),
+        ("algorithm.importance_sampling", sampling, "cap", sampling.level is not None, "level=token or sequence"),
+        ("algorithm.importance_sampling", sampling, "mask", sampling.level is not None, "level=token or sequence"),
+        ("rollout.horizon", config.rollout.horizon, "steps", config.rollout.horizon.start is not None, "start"),
+        ("schedule", schedule, "recompute_cache", schedule.in_flight, "in_flight=true"),
+    ]
+    for section, settings, name, has_effect, needed in conditions:
+        value, default = getattr(settings, name), type(settings).model_fields[name].default
+        if value != default and not has_effect:
+            yield f"{section}.{name}={str(value).lower()} changes nothing without {section}.{needed}"
 
 
 def _learning_rate(config: Config) -> str | None:

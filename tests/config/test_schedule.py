@@ -67,3 +67,28 @@ def test_a_learning_rate_that_never_gets_there_is_named() -> None:
 
     (warning,) = warnings(11)
     assert warning.startswith("actor.warmup_steps=11: ") and warnings(10) == []
+
+
+@pytest.mark.parametrize(
+    ("idle", "needed"),
+    [
+        ("algorithm.overlong.buffer=8", "algorithm.overlong.action=penalty"),
+        ("algorithm.kl.estimator=k1", "algorithm.kl.coef=0.1"),
+        ("algorithm.importance_sampling.cap=5", "algorithm.importance_sampling.level=token"),
+        ("algorithm.importance_sampling.mask=true", "algorithm.importance_sampling.level=token"),
+        ("rollout.horizon.steps=5", "rollout.horizon.start=4"),
+        ("schedule.recompute_cache=false", "schedule.in_flight=true"),
+    ],
+)
+def test_a_setting_without_effect_is_warned_of(idle: str, needed: str) -> None:
+    run = ["+recipe=grpo", "algorithm.importance_sampling.level=null", "schedule.max_staleness=1"]
+    (warning,) = doubts(compose([*run, idle]))
+    setting, _, value = idle.partition("=")
+    assert warning.startswith(f"{setting}={value}") and needed.partition("=")[0] in warning
+    assert not list(doubts(compose([*run, idle, needed])))
+
+
+def test_a_loss_over_the_full_vocabulary_has_no_tail() -> None:
+    (warning,) = doubts(load({"algorithm": {"loss": {"tail": False}}}))
+    assert warning.startswith("algorithm.loss.tail=false") and "algorithm.loss.top_k" in warning
+    assert not list(doubts(load({"algorithm": {"loss": {"tail": False, "top_k": 4}}})))
