@@ -320,6 +320,16 @@ def _early_cuts_are_learned_from(config: Config) -> None:
         )
 
 
+def _the_penalty_leaves_room(config: Config) -> None:
+    """Ask for lengths without a penalty: otherwise every token costs, also in groups of equal rewards."""
+    overlong, longest = config.algorithm.overlong, config.rollout.max_response_length
+    if overlong.action == "penalty" and overlong.buffer > longest:
+        raise ValueError(
+            f"algorithm.overlong.buffer={overlong.buffer}: the penalty is for the last tokens of "
+            f"rollout.max_response_length={longest}; a fifth of these is DAPO's"
+        )
+
+
 def _bands_are_of_rewards(config: Config) -> None:
     rewards = config.reward.labels().values() if config.algorithm.policy_weight else ()
     for name in config.watch.reward_kl:
@@ -357,6 +367,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _the_teachers_advantage_is_at_one_temperature,
     require_schedule,
     _early_cuts_are_learned_from,
+    _the_penalty_leaves_room,
     _bands_are_of_rewards,
     _losses_can_be_made,
 )
