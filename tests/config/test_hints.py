@@ -152,6 +152,19 @@ def test_an_earlier_name_ends_a_run_with_the_new_one(name: str) -> None:
         compose([f"+{name.replace('NAME', 'own')}=1"])
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("actor.entropy_coeff", "algorithm.policy.clip_high"),
+        ("clip_ratio_c", "algorithm.policy.clip_low"),
+        ("algorithm.use_kl_in_reward", "algorithm.kl.coef"),
+        ("rollout.log_prob_micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch"),
+    ],
+)
+def test_what_verls_scripts_always_set_is_answered(name: str, setting: str) -> None:
+    assert setting in DOTTED.findall(hint(name, settings()))
+
+
 def test_a_meaning_that_depends_on_the_trainer_names_both() -> None:
     assert {"algorithm.loss.beta", "algorithm.kl.coef"} <= set(DOTTED.findall(hint("beta", settings())))
     assert DOTTED.findall(hint("temperature", settings())) == ["rollout.temperature", "algorithm.loss.temperature"]
