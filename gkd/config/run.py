@@ -73,7 +73,7 @@ class Config(Settings):
     models: dict[str, str] = Field(
         {}, description="what gkd evaluate measures: by name, the directory or locally cached name of a model"
     )
-    evaluate: Evaluate = Evaluate()
+    evaluate: Evaluate = Field(default_factory=Evaluate)
 
     def pools(self) -> Iterator[tuple[str, Pool]]:
         """Return sections that own GPUs, in the order these are handed out: trainer (the actor), rollout, ...

@@ -20,7 +20,17 @@ def test_checking_settings_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["gkd.losses.reverse_kl", "gkd.losses.clip", "gkd.algorithms.group_mean"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "gkd.losses.reverse_kl",
+        "gkd.losses.clip",
+        "gkd.algorithms.group_mean",
+        "gkd.rewards.completion",
+        "gkd.rewards.accuracy",
+        "gkd.evaluation.strategies",
+    ],
+)
 def test_an_entry_may_be_imported_before_the_settings_that_name_it(module: str) -> None:
     """As the user's files do, and without torch."""
     code = f"import sys, {module}, gkd.config; gkd.config.Config(); print('torch' in sys.modules)"
