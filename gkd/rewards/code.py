@@ -14,7 +14,7 @@ from pydantic import Field
 from gkd.config.base import Settings
 from gkd.data.row import Row
 from gkd.rewards.completion import Completion, RewardFunction
-from gkd.rewards.sandbox import network_can_be_cut, run
+from gkd.rewards.sandbox import Sandbox, network_can_be_cut
 
 _FENCED = re.compile(r"```([\w+]*)[^\n]*\n(.*?)```", re.DOTALL)
 Test = tuple[str, str | None]
@@ -64,24 +64,26 @@ class Code(RewardFunction):
         row = Row(dict(completion.columns), "the row")
         tests = read_tests(row.get(self.config.tests, "reward.code.tests"), row.find("entry_point"))
         program, deadline, passed = program_of(completion.response), time.monotonic() + self.config.timeout_s, 0
-        for test in tests:
-            left = deadline - time.monotonic()
-            if left > 0 and self._passes(program, test, left):
-                passed += 1
-            elif not self.config.partial:
-                return 0.0
+        with Sandbox(self.config.memory_mb, offline=not self.config.network) as sandbox:
+            for test in tests:
+                left = deadline - time.monotonic()
+                if left > 0 and passes(program, test, sandbox, left):
+                    passed += 1
+                elif not self.config.partial:
+                    return 0.0
         return passed / len(tests)
 
-    def _passes(self, program: str, test: Test, timeout_s: float) -> bool:
-        test_input, expected = test
-        offline, memory = not self.config.network, self.config.memory_mb
-        if expected is not None:
-            ended = run(program, test_input, timeout_s, memory, offline)
-            return ended.code == 0 and _lines(ended.output) == _lines(expected)
-        # A program that ends the process early would else have passed; it cannot print this word.
-        word = secrets.token_hex(16)
-        ended = run(f"{program}\n\n{test_input}\n\nprint('\\n{word}')\n", "", timeout_s, memory, offline)
-        return ended.code == 0 and ended.output.endswith(f"\n{word}\n")
+
+def passes(program: str, test: Test, sandbox: Sandbox, timeout_s: float) -> bool:
+    """Return whether a program passes a test in ``timeout_s``."""
+    test_input, expected = test
+    if expected is not None:
+        ended = sandbox.run(program, test_input, timeout_s)
+        return ended.code == 0 and _lines(ended.output) == _lines(expected)
+    # A program that ends the process early would else have passed; it cannot print this word.
+    word = secrets.token_hex(16)
+    ended = sandbox.run(f"{program}\n\n{test_input}\n\nprint('\\n{word}')\n", "", timeout_s)
+    return ended.code == 0 and ended.output.endswith(f"\n{word}\n")
 
 
 def program_of(response: str) -> str:

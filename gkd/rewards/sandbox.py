@@ -1,6 +1,6 @@
-"""Runs a Python program in a process that may do little: bounded time, memory and output, and no network.
+"""Runs Python programs in processes that may do little: bounded time, memory and output, and no network.
 
-Limits are the kernel's (setrlimit). Without a network the program has namespaces of its own (unshare), in which what it
+Limits are the kernel's (setrlimit). Without a network a program has namespaces of its own (unshare), in which what it
 starts ends with it; some machines do not allow them, see :func:`network_can_be_cut`. It runs in an empty directory,
 without this process' environment. It can read what its user can read: this keeps accidents away, not an attacker.
 How many processes it starts is not limited: RLIMIT_NPROC does not hold for root, as which containers run, and counts
@@ -13,37 +13,19 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Self
 
-OUTPUT_BYTES = 1 << 20
-NOT_ALLOWED = 126
+from gkd.rewards import sandboxed
 
-# Runs before the program, in its process: a function between fork and exec is not safe where there are threads.
-_PRELUDE = f"""
-import ctypes, os, resource, signal, sys
-seconds, megabytes, offline = map(int, sys.argv[1:4])
-libc = ctypes.CDLL(None)
-with_parent = lambda: libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-with_parent()
-if offline:
-    if libc.unshare(0x10000000 | 0x40000000 | 0x20000000):  # CLONE_NEWUSER, NEWNET, NEWPID
-        os._exit({NOT_ALLOWED})
-    if child := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(1 if code == {NOT_ALLOWED} else code if code >= 0 else 128 - code)
-    with_parent()
-for kind, limit in (
-    (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CPU, seconds),
-    (resource.RLIMIT_FSIZE, {OUTPUT_BYTES}), (resource.RLIMIT_CORE, 0),
-):
-    resource.setrlimit(kind, (limit, limit))
-os.execv(sys.executable, [sys.executable, "-I", "-B", "program.py"])
-"""
+GRACE_S = 1.0
+"""Time beyond a program's own within which it has to have been ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,44 +36,88 @@ class ProgramResult:
     output: str
 
 
-def run(program: str, stdin: str, timeout_s: float, memory_mb: int, offline: bool) -> ProgramResult:
-    """Run the Python ``program`` with ``stdin`` for at most ``timeout_s``.
+class Sandbox:
+    """Runs programs one after the other, each in a process and a directory of its own; a context.
 
-    ``offline``: without a network. Raises OSError where that, or the process, cannot be had.
+    Each may take ``memory_mb``. ``offline``: without a network.
     """
-    directory = Path(tempfile.mkdtemp(prefix="gkd-code-"))
-    try:
-        (directory / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        (directory / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        return _run(directory, timeout_s, memory_mb, offline)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
+    def __init__(self, memory_mb: int, offline: bool) -> None:
+        self._limits = [str(memory_mb), str(int(offline))]
+        self._directory = Path(tempfile.mkdtemp(prefix="gkd-code-"))
+        self._process: subprocess.Popen[bytes] | None = None
 
-def _run(directory: Path, timeout_s: float, memory_mb: int, offline: bool) -> ProgramResult:
-    limits = [str(int(timeout_s) + 1), str(memory_mb), str(int(offline))]
-    output = directory / "output"
-    with (directory / "stdin").open("rb") as stdin, output.open("wb") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _PRELUDE, *limits],
-            stdin=stdin,
-            stdout=written,
-            stderr=subprocess.DEVNULL,
-            cwd=directory,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(directory), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def run(self, program: str, stdin: str, timeout_s: float) -> ProgramResult:
+        """Run the Python ``program`` with ``stdin`` for at most ``timeout_s``.
+
+        Raises OSError where the process, or one without a network, cannot be had.
+        """
+        directory = Path(tempfile.mkdtemp(dir=self._directory))
         try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            (directory / "program.py").write_text(program, encoding="utf-8", errors="replace")
+            (directory / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+            (directory / "output").touch()
+            code = self._run(directory, timeout_s)
+            return ProgramResult(code, (directory / "output").read_bytes().decode("utf-8", "replace"))
         finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _run(self, directory: Path, timeout_s: float) -> int | None:
+        """Return the exit code of the program in ``directory``."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None
+        self._control.settimeout(timeout_s + GRACE_S)
+        try:
+            self._control.sendall(f"{directory} {timeout_s}".encode())
+            answer = self._control.recv(16)
+        except TimeoutError:
+            self._end()
+            return None
+        except OSError:  # it has ended
+            answer = b""
+        if answer:
+            return None if int(answer) == sandboxed.NO_END else int(answer)
+        code = self._process.wait()  # a program ended it, or it could not start
+        self._end()
+        if code == sandboxed.NOT_ALLOWED:
+            raise PermissionError("this machine does not let a process be without a network (unshare)")
+        return code or 1
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-B", sandboxed.__file__, str(theirs.fileno()), *self._limits],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd=self._directory,
+                env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def _end(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            self._control.close()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if code == NOT_ALLOWED and offline:
-        raise PermissionError("this machine does not let a process be without a network (unshare)")
-    return ProgramResult(code, output.read_bytes().decode("utf-8", "replace"))
+
+
+def run(program: str, stdin: str, timeout_s: float, memory_mb: int, offline: bool) -> ProgramResult:
+    """Run one program, in a :class:`Sandbox` of its own."""
+    with Sandbox(memory_mb, offline) as sandbox:
+        return sandbox.run(program, stdin, timeout_s)
 
 
 @cache

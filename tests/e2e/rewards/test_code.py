@@ -14,7 +14,7 @@ from gkd.config import Reward
 from gkd.rewards.code import Code
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
-from gkd.rewards.sandbox import ProgramResult, network_can_be_cut, run
+from gkd.rewards.sandbox import ProgramResult, Sandbox, network_can_be_cut, run
 
 OFFLINE = network_can_be_cut()
 
@@ -65,8 +65,21 @@ def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.Monk
     assert run("while True: pass", "", 0.5, 512, OFFLINE) == ProgramResult(None, "")
     assert run("x = bytearray(1 << 30)", "", 30.0, 512, OFFLINE).code != 0
     assert len(run("while True: print('a' * 1000)", "", 30.0, 512, OFFLINE).output) <= 1 << 20
-    seen = run("import os; print('SECRET_OF_THE_RUN' in os.environ, os.listdir())", "", 30.0, 512, OFFLINE).output
-    assert seen.startswith("False [") and seen.count("'") == 6  # program, input and output
+    show = "import os, tempfile; print('SECRET_OF_THE_RUN' in os.environ, os.listdir(), 'gkd' in tempfile.gettempdir())"
+    seen = run(show, "", 30.0, 512, OFFLINE).output
+    assert seen.startswith("False [") and seen.count("'") == 6 and "True" in seen  # program, input and output
+
+
+@pytest.mark.parametrize("offline", [False] + [True] * OFFLINE)
+def test_programs_of_a_sandbox_are_copies_of_one_interpreter_and_know_nothing_of_each_other(offline: bool) -> None:
+    """As an interpreter for each of the hundred tests that a row may have took longer than a right program may."""
+    show = "import os; print(os.getppid(), len(os.listdir()), 'x' in globals()); x = open('x', 'w')"
+    with Sandbox(512, offline) as sandbox:
+        first = sandbox.run(show, "", 30.0)
+        assert sandbox.run("while True: pass", "", 0.2) == ProgramResult(None, "")
+        assert first.output.split()[1:] == ["3", "False"] and first == sandbox.run(show, "", 30.0)
+        assert sandbox.run("import os; os.kill(os.getppid(), 9); print(input())", "a", 30.0).code is not None
+        assert sandbox.run("print(__name__, input())", "a", 30.0) == ProgramResult(0, "__main__ a\n")
 
 
 def test_the_files_of_a_program_go_with_the_process_that_runs_it(

@@ -1,0 +1,103 @@
+"""The process in which programs run: for each it makes a copy of itself, with limits, and ends whatever that leaves.
+
+:mod:`gkd.rewards.sandbox` starts it as a file, with the standard library alone, and states what a program may do. A
+copy costs a hundredth of a new interpreter, and a program may have hundreds of tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+
+NOT_ALLOWED = 126
+"""Exit code where this machine does not let a process be without a network."""
+NO_END = -1000
+"""In place of the exit code of a program that has not ended in its time."""
+OUTPUT_BYTES = 1 << 20
+NEW_NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000  # CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWPID
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run a program for each message ``DIRECTORY SECONDS``, and answer with its exit code or :data:`NO_END`."""
+    control, megabytes, offline = map(int, sys.argv[1:4])
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if offline:
+        if libc.unshare(NEW_NAMESPACES):
+            os._exit(NOT_ALLOWED)
+        if child := os.fork():  # the first process of the new namespaces, with which all others there end
+            os.close(control)
+            os.waitpid(child, 0)
+            os._exit(1)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while message := os.read(control, 4096).decode():
+        directory, _, seconds = message.rpartition(" ")
+        child = os.fork()
+        if child == 0:
+            os.close(control)
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            run_program(directory, megabytes, int(float(seconds)) + 1)
+            return
+        code = wait_for(child, float(seconds))
+        end_all(child, bool(offline))
+        os.write(control, b"%d" % code)
+
+
+def run_program(directory: str, megabytes: int, seconds: int) -> None:
+    """Become the program in ``directory``, whose end is that of this process."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    os.chdir(directory)
+    os.environ.update(HOME=directory, TMPDIR=directory)
+    for name, flags, descriptor in (("stdin", os.O_RDONLY, 0), ("output", os.O_WRONLY, 1)):
+        os.dup2(os.open(name, flags), descriptor)
+    for kind, limit in (
+        (resource.RLIMIT_AS, megabytes << 20),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+    module = type(sys)("__main__")
+    module.__file__ = f"{directory}/program.py"
+    sys.modules["__main__"], sys.argv = module, ["program.py"]
+    with open("program.py", "rb") as file:  # noqa: PTH123 - pathlib takes long to import
+        code = compile(file.read(), "program.py", "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def wait_for(child: int, seconds: float) -> int:
+    """Return the exit code of ``child``, which stays a zombie so that its number is its own, or :data:`NO_END`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is not None:
+            return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return NO_END
+        signal.sigtimedwait([signal.SIGCHLD], left)
+
+
+def end_all(child: int, offline: bool) -> None:
+    """End ``child`` and what it started: all other processes of this namespace, or else of its session's group."""
+    with contextlib.suppress(ProcessLookupError):
+        if offline:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.kill(child, signal.SIGKILL)  # where it has no group of its own yet
+            os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+if __name__ == "__main__":
+    main()
