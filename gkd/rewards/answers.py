@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gkd.rewards.quantity import EXPONENT, FRACTION, SYMBOL, UNSIGNED, spell_vulgar_fractions
+from gkd.rewards.quantity import EXPONENT, FRACTION, SYMBOL, UNSIGNED, WIDE, spell_vulgar_fractions
 
 MARKER = "####"  # GSM8K's, before the final answer
 TAIL = 20_000  # characters at the end of a text in which its final answer is looked for
 MOST_SENTENCES = 20  # of those that state what the answer is, from the end
 
-_TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?[.0-9]|[-+]?\\[a-zA-Z]))")
 _BARE_END = re.compile(r"[.,;:!?]{0,3}(?:[\s$*]|\\[)\]]|\Z)")
 _HEADING = re.compile(r"\d+[.)]\s+\D|[^\W\d_]{2,}")  # after "####", with text below: a heading in Markdown
@@ -23,13 +23,16 @@ _FIELD = re.compile(
 )
 _SENTENCE = re.compile(
     r"\b(?!(?<=\")answer\"\s{0,20}:)(?:answer|option|choice)s?\b[*_\"']*(?:\s+(?:to|for|of)\b[^.:\n]{0,80}?)?"
-    r"(?:\s*(?::|=|\b(?:is|are)\b|\b(?:should|would|must|will)\s+be\b)[*_]*)+\s*",
+    r"(?:\s*(?::|=|\b(?:is|are)\b|\b(?:should|would|must|will)\s+be\b)[*_]*)+\s*"
+    r"|答案(?:应该|应)?[是为选:\uff1a]+[*_]*\s*",
     re.IGNORECASE,
 )
 _CORRECT_CHOICE = re.compile(r"\(?\b([A-J])\b\)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b")  # "(B) is correct"
 _DISPLAY = {"$$": "$$", "\\[": "\\]"}
 _END = re.compile(
-    r"[.!?](?=\s|$)|,?\s+(?:because|since|which|so|where|as|when|for)\b|\s+\((?=[^)]{0,80}[a-z]{2})", re.IGNORECASE
+    r"[.!?](?=\s|$)|[\u3002\uff01\uff0c\uff1b\uff1f]|,?\s+(?:because|since|which|so|where|as|when|for)\b"
+    r"|\s+\((?=[^)]{0,80}[a-z]{2})",
+    re.IGNORECASE,
 )
 _FINAL_NUMBER = re.compile(
     rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"
@@ -37,8 +40,11 @@ _FINAL_NUMBER = re.compile(
     rf"(?:{UNSIGNED})(?:{EXPONENT})?{FRACTION}(?!:[0-9])(?:\s?\\?%)?"
 )
 _DENIED = re.compile(
-    r"(?:(?:\bnot|n't|\bnever)(?:\s+be)?|\bminus|[a-z]\s+\$?[0-9][0-9.,]*\s+or)\s+\S{0,2}$", re.IGNORECASE
-)  # "it is 5 or 6" denies 6, "is 3/5 = 0.6 or 60%" does not
+    r"(?:(?:\bnot|n't|\bnever)(?:\s+be)?|\bminus|[a-z]\s+\$?[0-9][0-9.,]*\s+or)\s+\S{0,2}$|(?:不是|并非|或)\s*$"
+    r"|\w\s*(?:\\(?:[nlg]eq?|lt|gt)(?![a-zA-Z])|[≠≤≥])\s*$|\w\s+[<>]=?\s+$|\w\s*!=\s*$",
+    re.IGNORECASE,
+)  # "it is 5 or 6" denies 6, "is 3/5 = 0.6 or 60%" does not; nor is 4 an answer in "x > 4"
+_WIDE_SCALE = re.compile(r"\s*[百千万亿]")
 _NEGATIVE = re.compile(r"\N{MINUS SIGN}|\bnegative\s+(?=[0-9])", re.IGNORECASE)
 _MATH_SPAN = re.compile(
     r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)"
@@ -189,7 +195,7 @@ def last_number(text: str) -> Numeral | None:
 
     None where there is none, or where the text denies that it is the answer.
     """
-    text = spell_vulgar_fractions(cut_reasoning(text))
+    text = re.sub(f"([{WIDE}]+)", r" \1 ", spell_vulgar_fractions(cut_reasoning(text)))
     numbers = list(_FINAL_NUMBER.finditer(text))
     if not numbers:
         return None
@@ -199,7 +205,7 @@ def last_number(text: str) -> Numeral | None:
         if match.start() < end and start < match.end() and not _PROSE.search(content):
             denied = _DENIED.search(text[: match.start()][-20:])
             return None if denied else Numeral(content, text[match.end() :])
-    if _DENIED.search(text[:start][-20:]):
+    if _DENIED.search(text[:start][-20:]) or _WIDE_SCALE.match(text, end):
         return None
     if re.match(r"[^\s.,;:!?)\"'*$%]|.?\}", text[end : end + 2]):  # a formula without delimiters
         start = max(text.rfind(space, 0, start) for space in " \n") + 1

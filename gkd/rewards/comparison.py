@@ -49,10 +49,14 @@ _ASCII = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne "}
 _SYMBOLS = str.maketrans({character: f"{command} " for character, command in _UNICODE.items()})
 _SUPERSCRIPTS = {ord(character): digit for character, digit in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)}
 _POWER = re.compile(r"\^\{(\w)\}(?!\w)")
+_POWER_OF_TEN = re.compile(r"\A(?P<sign>[-+]?)10\s?\^\s?\{?(?P<n>-?[0-9]{1,3})\}?\Z")
+_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?|[a-zA-Z])\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-zA-Z])|°)")
+_THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?=\}|\\[a-zA-Z])")  # \frac{1,000}{3}, 1,000\pi
+_OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ABOUT = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
-_ANY_FRACTION = re.compile(rf"(\\sqrt\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_ANY_FRACTION = re.compile(rf"(\\sqrt\s*|\^)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _IN_ANY_ORDER = {"", "{}", "±"}
@@ -68,7 +72,7 @@ _WRAPPED += [("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")]
 
 def strip_markup(text: str) -> str:
     """Return ``text`` without what surrounds an answer: Markdown, LaTeX's delimiters and spacing, a full stop."""
-    text = re.sub(r"(?<=[0-9])(?:,\\!|\{,\})(?=[0-9])", ",", text)
+    text = re.sub(r"(?<=[0-9])(?:,\\!\s?|\{,\})(?=[0-9])", ",", text)
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
     text = _SPACING.sub(lambda match: match["row"] or " ", text).replace("\N{MINUS SIGN}", "-")
     text = _POWER.sub(r"^\1", _spell_symbols(text))
@@ -76,7 +80,7 @@ def strip_markup(text: str) -> str:
     text = " ".join(re.sub(r"\\(?:left|right|displaystyle)\b", "", text).split())
     while True:
         before = text
-        text = text.strip(" *").rstrip(".;,")
+        text = text.strip(" *").rstrip(".;,\u3002\uff0c\uff1b")
         if about := _ABOUT.match(text):
             text = text[about.end() :]
         for opening, closing in _WRAPPED:
@@ -158,7 +162,7 @@ def _is_same_mathematics(response: str, expected: str, own: str, reference: str)
 
 def number_of(text: str) -> Quantity | None:
     r"""Return the number that ``text`` is, also as LaTeX: ``33\frac13\%`` and ``0.\overline{3}``; None for none."""
-    text = _REPEATING.sub(lambda match: _spell_repeating(*match.groups()), text)
+    text = _REPEATING.sub(lambda match: _spell_repeating(*match.groups()), _POWER_OF_TEN.sub(r"\g<sign>1e\g<n>", text))
     return quantity(_FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]}", text).strip())
 
 
@@ -263,6 +267,9 @@ def _is_same_formula(own: str, reference: str) -> bool:
 
 def _as_latex(formula: str) -> str:
     """Return a formula with all that math-verify does not read spelt out: ``\\frac\\pi2``, ``pi``, ``x**2``."""
+    if _OF_ANGLE.search(formula):
+        formula = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", formula)
+    formula = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), formula)
     formula = _PI.sub(r"\\pi ", formula.replace("**", "^").replace("\\varnothing", "\\emptyset"))
     return _ANY_FRACTION.sub(_brace_fraction, formula)
 
@@ -270,7 +277,7 @@ def _as_latex(formula: str) -> str:
 def _brace_fraction(match: re.Match[str]) -> str:
     parts = [part if part.startswith("{") else f"{{{part}}}" for part in match.groups()[1:]]
     fraction = f"\\frac{parts[0]}{parts[1]}"
-    return fraction if match[1] is None else f"\\sqrt{{{fraction}}}"
+    return fraction if match[1] is None else f"{match[1].strip()}{{{fraction}}}"
 
 
 def _mark_unit(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from gkd.config.base import Settings
+from gkd.rewards.answers import with_opened_reasoning
 from gkd.rewards.completion import Completion, RewardFunction
 
 
@@ -20,7 +21,10 @@ def _check_pattern(pattern: str) -> str:
 
 
 class Format(RewardFunction):
-    """Gives 1.0 when a pattern is found in the response (``re.search``; a dot is also a line's end), else 0.0."""
+    """Gives 1.0 when a pattern is found in the response (``re.search``; a dot is also a line's end), else 0.0.
+
+    A ``<think>`` that the prompt ends with, as some chat templates write it there, is part of the response.
+    """
 
     class Config(Settings):
         """The form that is wanted."""
@@ -34,4 +38,5 @@ class Format(RewardFunction):
 
     def __call__(self, completion: Completion) -> float:
         """Return 1.0 or 0.0."""
-        return float(re.search(self.config.pattern, completion.response, re.DOTALL) is not None)
+        response = with_opened_reasoning(completion.prompt, completion.response)
+        return float(re.search(self.config.pattern, response, re.DOTALL) is not None)

@@ -17,6 +17,9 @@ FRACTION = r"(?:\s?/\s?[0-9]+)?"
 TIMES = "\N{MULTIPLICATION SIGN}"
 EXPONENT = rf"(?:e|\s?(?:\\times|\\cdot|[{TIMES}·*x])\s?10\s?\^\s?)\{{?[-+]?[0-9]{{1,3}}\}}?"
 
+WIDE = "\u3001-\u30ff\u3400-\u9fff\uac00-\ud7a3\uff01-\uff0f\uff1a-\uff5e"
+"""Characters of Chinese, Japanese and Korean, in which no spaces part a number from words, but for their digits."""
+
 NO_UNITS = frozenset({"and", "or", "to", "of", "not", "times", "plus", "minus", "over", "mod", "squared", "cubed"})
 NO_UNITS |= {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "factorial"}
 PROSE = frozenset({"is", "are", "was", "were", "less", "more", "fewer", "greater", "than", "divided", "multiplied"})
@@ -28,7 +31,8 @@ _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s?(?P<currency>{SYMBOL}?)\s?(?P<minus>-?)(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?"
     rf"(?P<value>{UNSIGNED})(?P<exponent>{EXPONENT})?(?P<fraction>{FRACTION})\.?\s*(?P<after>{SYMBOL}?)"
     rf"(?P<percent>%|percent\b|°|\\degree\b|\^\{{?\\circ\}}?)?"
-    rf"(?P<unit>(?:(?={_ATTACHED})|{_APART}|(?=/[a-z]{{3}}))[a-z/][a-z .'/-]*(?:\^\{{?[23]\}}?)?)?",
+    rf"(?P<unit>(?:(?={_ATTACHED})|{_APART}|(?=/[a-z]{{3}}))[a-z/][a-z .'/-]*(?:\^\{{?[23]\}}?)?"
+    rf"|(?![百千万亿])[{WIDE}]{{1,6}})?",
     re.IGNORECASE,
 )
 _VULGAR = {c: unicodedata.normalize("NFKC", c).split("\N{FRACTION SLASH}") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}

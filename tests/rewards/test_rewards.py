@@ -67,6 +67,13 @@ def test_format() -> None:
     assert value("format", make_completion("so #### 4"), pattern=r"####\s*\d") == 1.0
 
 
+def test_the_form_of_a_response_whose_prompt_began_its_reasoning() -> None:
+    """It could never have the default form."""
+    for prompt, right in (("<|assistant|><think>\n", 1.0), ("<|assistant|>", 0.0)):
+        completion = Completion(prompt, "a</think> <answer>4</answer>", "4", 5, 10, False)
+        assert value("format", completion) == right
+
+
 def test_reasoning_steps() -> None:
     assert value("reasoning_steps", make_completion("Step 1: a\nStep 2: b\n3. c\n- d")) == 1.0
     assert value("reasoning_steps", make_completion("First, a\nso b")) == pytest.approx(1 / 3)

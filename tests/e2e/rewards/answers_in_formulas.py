@@ -58,6 +58,16 @@ MATHEMATICS = [
     ("\\boxed{3\\sqrt{2} cm^2}", "3\\sqrt{2}", True),
     ("\\boxed{3\\sqrt{2}\\text{ mi}/\\text{hr}}", "3\\sqrt{2}", True),
     ("\\boxed{36\\pi}", "36\\pi \\text{ cm}^{3}", True),
+    ("\\boxed{\\sin 30^\\circ}", "0.5", True),
+    ("\\boxed{\\frac{\\sqrt3}{2}}", "\\sin 60^{\\circ}", True),
+    ("\\boxed{2\\cos(30°)}", "\\sqrt3", True),
+    ("\\boxed{\\sin 20^\\circ}", "\\cos 70^\\circ", True),
+    ("\\boxed{\\sin 20^\\circ}", "\\cos 71^\\circ", False),
+    ("\\boxed{\\sin x^\\circ}", "\\sin x", False),
+    ("\\boxed{\\frac{1,000}{3}}", "\\frac{1000}{3}", True),
+    ("\\boxed{2,500\\sqrt{3}}", "2500\\sqrt{3}", True),
+    ("\\boxed{x^\\frac12}", "\\sqrt{x}", True),
+    ("\\boxed{x^½}", "\\sqrt{x}", True),
 ]
 NEARLY_EQUAL = [
     ("\\boxed{10^{-8}\\pi}", "10^{-9}\\pi", False),
