@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gkd.data.model_info import ModelInfo
+from gkd.data.prompts import TOKENISED_AT_ONCE
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -61,11 +62,14 @@ def with_answers(
         raise ConfigError("the model has no end token, so the data's answers, which are learned from, have no end")
     plain = model.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     prompts_with_answers = []
-    for prompt in prompts:
-        if prompt.answer is None:
-            prompts_with_answers.append(prompt)
-            continue
-        ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
-        ids = [*ids, plain if end is None or prompt.messages is None else end][:max_tokens]
-        prompts_with_answers.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
+    for start in range(0, len(prompts), TOKENISED_AT_ONCE):
+        part = prompts[start : start + TOKENISED_AT_ONCE]
+        texts = [prompt.answer or "" for prompt in part]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        for prompt, token_ids in zip(part, encoded, strict=True):
+            if prompt.answer is None:
+                prompts_with_answers.append(prompt)
+                continue
+            ids = [*token_ids, plain if end is None or prompt.messages is None else end][:max_tokens]
+            prompts_with_answers.append(replace(prompt, answer_ids=np.asarray(ids, dtype=np.int32)))
     return prompts_with_answers

@@ -27,7 +27,7 @@ from gkd.data.templates import begins_itself, question_of, render, require_templ
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
-TOKENISED_AT_ONCE = 1000
+TOKENISED_AT_ONCE = 1000  # what a tokenizer makes of a text is thirty times as large as its tokens
 LENGTHS_COUNTED = 2  # a prompt of more tokens than so many times the limit is counted no further
 CHARACTERS_A_TOKEN = 8  # of a usual text there are about 4
 

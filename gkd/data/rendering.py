@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gkd.data.layouts import template_variables
-from gkd.data.prompts import PromptSet
+from gkd.data.prompts import TOKENISED_AT_ONCE, PromptSet
 from gkd.data.templates import begins_itself, chat_template_of, special_ids_around
 from gkd.errors import ConfigError, one_line
 from gkd.types import Int32, Prompt, teacher_of
@@ -76,8 +76,10 @@ class Renderer:
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[Int32]:
         """Return token ids [P] of each prompt. Raises ConfigError."""
-        if not prompts:
-            return []
+        parts = [prompts[i : i + TOKENISED_AT_ONCE] for i in range(0, len(prompts), TOKENISED_AT_ONCE)]
+        return [token_ids for part in parts for token_ids in self._tokenise(part)]
+
+    def _tokenise(self, prompts: Sequence[Prompt]) -> list[Int32]:
         texts = [self.text(prompt) for prompt in prompts]
         token_ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         around, bos = self.rendering, self.rendering.special_tokens.get("bos_token")

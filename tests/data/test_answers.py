@@ -62,6 +62,22 @@ def test_an_answer_that_is_cut_has_no_end() -> None:
     assert ids([prompt("a b c", True)], chat_tokenizer(), 4) == [[A, B, C, IM_END]]
 
 
+def test_answers_are_tokenised_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, a million take minutes on a machine with many cores, of which one works."""
+    tokenizer, sizes = chat_tokenizer(), []
+    own = type(tokenizer).__call__
+
+    def count(self: Any, texts: list[str], **settings: Any) -> Any:
+        sizes.append(len(texts))
+        return own(self, texts, **settings)
+
+    end, mixed = turn_end([prompt("a", True)], tokenizer), [prompt("a b", True), prompt("c", False)] * 1_200
+    monkeypatch.setattr(type(tokenizer), "__call__", count)
+    answered = with_answers(mixed, tokenizer, MODEL, end, 8)
+    assert [p.answer_ids.tolist() for p in answered[-2:] if p.answer_ids is not None] == [[A, B, IM_END], [C, EOS]]
+    assert sizes == [1_000, 1_000, 400] and len(answered) == 2_400
+
+
 def test_engines_stop_where_a_turn_ends() -> None:
     end = turn_end([prompt("a", True)], chat_tokenizer())
     assert with_turn_end(MODEL, end).eos_ids == [EOS, IM_END]

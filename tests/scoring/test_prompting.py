@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from gkd.config import Data, Teacher, load
 from gkd.data.prompts import PromptSet, load_prompts
-from gkd.data.rendering import Rendering
+from gkd.data.rendering import Renderer, Rendering
 from gkd.errors import ConfigError
 from gkd.scoring.prompting import teacher_prompts
 from tests.data.models import TEMPLATE, word_tokenizer
@@ -51,6 +51,25 @@ def made(student: Any, teacher: Any, tmp_path: Path, chat_template: str | None, 
     teacher.save_pretrained(tmp_path / "teacher")
     settings, models = Teacher(chat_template=chat_template), {"teacher": str(tmp_path / "teacher")}
     return teacher_prompts(settings, models, student, {"train": prompts(student, tmp_path)}, longest)["train"]
+
+
+def test_a_teachers_tokenizer_is_given_a_thousand_texts_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it makes of a million takes 13 GB."""
+    student, sizes = tokenizer(TEMPLATE), []
+    rows = prompts(student, tmp_path, ["a d", "d"] * 1_200)
+    own = type(student).__call__
+
+    def count(self: Any, texts: list[str], **settings: Any) -> Any:
+        sizes.append(len(texts))
+        return own(self, texts, **settings)
+
+    renderer = Renderer("teacher.model.path", student, Rendering.from_tokenizer(tokenizer(OTHER, bos_token="d")))
+    monkeypatch.setattr(type(student), "__call__", count)
+    ids = renderer.token_ids(rows.prompts)
+    assert sizes == [1_000, 1_000, 400]
+    assert len(ids) == 2_400 and [i.tolist() for i in ids[:2]] == [i.tolist() for i in ids[-2:]] != [[], []]
 
 
 def test_a_teachers_template_is_given_the_same_variables(tmp_path: Path) -> None:
