@@ -43,7 +43,10 @@ def read_directory(path: Path, part: str) -> Iterator[Row]:
         raise ConfigError(f"data directory {path} holds no data files")
     if (path / "state.json").exists():
         with _failures(f"data directory {path} was not written whole by datasets' save_to_disk"):
-            return _rows(datasets.Dataset.load_from_disk(str(path)), str(path))
+            table = datasets.Dataset.load_from_disk(str(path))
+        if part not in ("", str(table.split)):
+            raise ConfigError(f"data directory {path} holds one data set, without a split {part!r}: name it alone")
+        return _rows(table, str(path))
     return _rows(_load(str(path), part, f"data directory {path}"), str(path))
 
 

@@ -314,6 +314,14 @@ def test_a_split_of_a_saved_directory(tmp_path: Path) -> None:
     assert [row.values for row in read_rows(f"{tmp_path}/saved:test")] == ROWS
 
 
+def test_a_split_that_one_saved_data_set_does_not_have(tmp_path: Path) -> None:
+    """It was all of the data set, so that a run was trained on what it is validated on."""
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    assert contains_in_order(error_of(f"{tmp_path}/saved:test"), f"{tmp_path}/saved", "'test'")
+    Dataset.from_list(ROWS, split="test").save_to_disk(str(tmp_path / "named"))
+    assert [row.values for row in read_rows(f"{tmp_path}/named:test")] == ROWS
+
+
 def test_pictures_are_not_decoded(tmp_path: Path) -> None:
     table = Dataset.from_dict({"q": ["a"], "image": [{"bytes": b"no picture", "path": None}]})
     table.cast_column("image", Image()).save_to_disk(str(tmp_path / "saved"))
