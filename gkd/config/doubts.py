@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
     yield from _idle_pools(config)
     yield from _idle_settings(config)
+
+    yield from _line_ends(config)
     yield from filter(None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness)))
 
 
@@ -74,6 +77,21 @@ def _idle_settings(config: Config) -> Iterator[str]:
         value, default = getattr(settings, name), type(settings).model_fields[name].default
         if value != default and not has_effect:
             yield f"{section}.{name}={str(value).lower()} changes nothing without {section}.{needed}"
+
+
+def _line_ends(config: Config) -> Iterator[str]:
+    """Yield a warning for each text in which ``\\n`` is two characters, as a shell and Hydra leave it."""
+    texts = {
+        "data.prompt_template": config.data.prompt_template or "",
+        "data.system_prompt": config.data.system_prompt or "",
+        "rollout.stop": " ".join(config.rollout.stop),
+    }
+    for setting, text in texts.items():
+        if re.search(r"\\n(?![a-z])", text):  # and not LaTeX's \\neq
+            yield (
+                f"{setting} holds a backslash and an n, which are no line's end: in bash the setting typed between $' "
+                "and ' has one"
+            )
 
 
 def _learning_rate(config: Config) -> str | None:

@@ -92,3 +92,15 @@ def test_a_loss_over_the_full_vocabulary_has_no_tail() -> None:
     (warning,) = doubts(load({"algorithm": {"loss": {"tail": False}}}))
     assert warning.startswith("algorithm.loss.tail=false") and "algorithm.loss.top_k" in warning
     assert not list(doubts(load({"algorithm": {"loss": {"tail": False, "top_k": 4}}})))
+
+
+def test_a_text_in_which_a_line_does_not_end_is_warned_of() -> None:
+    """Neither a shell nor Hydra makes a line's end of it, so that such a text to stop at never came."""
+    backslash_n = "\\n"
+
+    def warnings(end: str) -> list[str]:
+        texts = [f'data.prompt_template="{{q}}{end}Answer:"', f'rollout.stop=["{end}{end}"]']
+        return list(doubts(compose(["+recipe=grpo", *texts, 'data.system_prompt="Is x \\\\neq y?"'])))
+
+    assert [warning.partition(" ")[0] for warning in warnings(backslash_n)] == ["data.prompt_template", "rollout.stop"]
+    assert warnings("\n") == []

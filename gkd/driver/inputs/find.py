@@ -122,6 +122,9 @@ def load_data(
     data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
     limits, columns = {"train": None, "val": config.data.val_limit}, needs_columns(config)
     read = {name: load_prompts(own, data, tokenizer, limits[name], columns) for name, own in files.items()}
+    if len(read["val"].prompts) == config.data.val_limit:
+        for file in files["val"][read["val"].prompts[-1].file + 1 :]:
+            report(f"data.val_limit={config.data.val_limit}: {file} is not used")
     prompts = see_as_teachers(config, read, scorers, tokenizer, data.max_prompt_length)
     for name, loaded in prompts.items():
         if loaded.n_too_long:

@@ -233,6 +233,11 @@ def _show_counts(file: FilePreview, longest: int, config: Config, out: Console) 
     kept = file.keep_short(longest)
     n_answers = sum(bool(prompt.answers) for prompt in kept)
     limit = f" (data.val_limit={config.data.val_limit})" if file.is_cut else ""
-    out.print(f"{len(kept):,} prompts are used{limit}, {n_answers:,} with an answer")
+    used = "1 prompt is" if len(kept) == 1 else f"{len(kept):,} prompts are"
+    out.print(f"{used} used{limit}, {n_answers:,} with an answer")
+    bound = f"data.max_prompt_length={config.data.max_prompt_length}"
+    if longest < config.data.max_prompt_length:
+        response = f"rollout.max_response_length={config.rollout.max_response_length}"
+        bound += f", of which the models' positions leave {longest:,} beside {response}"
     for reason, n in file.count_left_out(longest).items():
-        out.print(f"{n:,} are left out: {reason} (data.max_prompt_length={config.data.max_prompt_length})")
+        out.print(f"{n:,} {'is' if n == 1 else 'are'} left out: {reason} ({bound})")

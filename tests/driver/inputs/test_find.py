@@ -94,6 +94,15 @@ def test_a_column_that_a_function_of_trls_kind_requires_is_missed_before_anythin
             assert len(find_inputs(config, lambda line: None).train.prompts) == 1
 
 
+def test_a_file_that_the_limit_of_validation_leaves_out_is_named(models: Path) -> None:
+    file = str(models / "text.jsonl")
+    for limit, n_unused in ((1, 2), (2, 1), (3, 0), (4, 0)):
+        lines: list[str] = []
+        inputs = find_inputs(own(models, "base", val_files=[file] * 3, val_limit=limit), lines.append)
+        assert len(inputs.val.prompts) == min(limit, 3)
+        assert [line.partition(":")[0] for line in lines] == [f"data.val_limit={limit}"] * n_unused
+
+
 def test_a_ground_truth_that_is_a_mapping_is_not_called_absent(models: Path) -> None:
     file = models / "countdown.jsonl"
     file.write_text(json.dumps({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}) + "\n")
