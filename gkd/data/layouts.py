@@ -8,6 +8,7 @@ with ``from`` and ``value``, and perhaps a column ``system``. verl: ``prompt`` w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "system": "system",
 }
+_PRINTED_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 
 
@@ -48,6 +50,11 @@ def prompt_of(row: Row, key: str) -> Any:
     Python prints.
     """
     value = _decode_messages(row.get(key, "data.prompt_key"))
+    if isinstance(value, str) and _PRINTED_MESSAGES.match(value):
+        raise ConfigError(
+            f"{row.place}: {key!r} holds messages as Python prints them, which pandas writes into CSV: write them as "
+            "JSON, or the file as JSONL or Parquet"
+        )
     if _is_sharegpt(value):
         value = _from_sharegpt(row, key, value)
     if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):

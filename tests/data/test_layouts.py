@@ -35,6 +35,14 @@ def test_verl() -> None:
     assert read(VERL, answer_key="extra_info.split")[1] == ("train",)
 
 
+@pytest.mark.parametrize("turns", [TURNS, SHAREGPT["conversations"]])
+def test_messages_that_python_printed_are_no_text(turns: Any) -> None:
+    """As pandas has lists in CSV: the model would be asked the brackets."""
+    with pytest.raises(ConfigError, match=r"x line 1: 'prompt' .*JSON"):
+        read({"prompt": str(turns)})
+    assert read({"prompt": "[{'a': 1}] is what?"})[0] == "[{'a': 1}] is what?"
+
+
 @pytest.mark.parametrize("truth", [{"target": 98, "numbers": [44, 19, 35]}, [{"target": ["Paris"]}]])
 def test_a_ground_truth_that_only_verls_own_reward_understands_is_no_answer(truth: Any) -> None:
     row = {**VERL, "reward_model": {"style": "rule", "ground_truth": truth}}
