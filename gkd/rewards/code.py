@@ -28,9 +28,9 @@ class Code(RewardFunction):
     the column ``tests``: Python text with assertions, or a list of such texts (MBPP); or text with a function ``check``
     that is called with the column ``entry_point`` (HumanEval); or inputs with the outputs that are expected, as
     ``{"inputs": [...], "outputs": [...]}`` (APPS) or a list of ``{"input", "output"}``. JSON of any of these will do,
-    and an input or output that is a list is its lines. With ``"fn_name"`` inputs and outputs are the arguments and the
-    result of that function, or method of the class ``Solution``. Each test is a process of its own
-    (:mod:`gkd.rewards.sandbox`).
+    and an input or output that is a list is its lines. With ``"fn_name"``, also of one test of a list, inputs and
+    outputs are the arguments and the result of that function, or method of the class ``Solution``. Each test is a
+    process of its own (:mod:`gkd.rewards.sandbox`).
     """
 
     class Config(Settings):
@@ -118,11 +118,23 @@ def _tests(column: Any) -> Iterator[Test]:
             if isinstance(test, str):
                 yield test, None
             elif isinstance(test, dict) and {"input", "output"} <= test.keys():
-                yield _text(test["input"]), _text(test["output"])
+                if name := _function_of(test):
+                    yield _call(name, test["input"], test["output"]), None
+                else:
+                    yield _text(test["input"]), _text(test["output"])
             else:
                 raise ValueError(f"a test is text, or input and output, not {type(test).__name__}")
     else:
         raise ValueError(f"tests are text, a list, or inputs and outputs, not {type(column).__name__}")
+
+
+def _function_of(test: Mapping[str, Any]) -> str | None:
+    """Return the function that a test calls: ``fn_name``, or as LiveCodeBench has it. Raises ValueError for no name."""
+    metadata = test.get("metadata")
+    name = test.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    if name is None and "function" in str(test.get("testtype") or test.get("type")):
+        raise ValueError("a test calls a function, and has no fn_name that states which")
+    return name
 
 
 def _call_check(test: str, entry_point: str | None) -> str:

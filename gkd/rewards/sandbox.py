@@ -1,10 +1,10 @@
 """Runs Python programs in processes that may do little: bounded time, memory and output, and no network.
 
-Limits are the kernel's (setrlimit). Without a network a program has namespaces of its own (unshare), in which what it
-starts ends with it; some machines do not allow them, see :func:`network_can_be_cut`. It runs in an empty directory,
+Limits are the kernel's (setrlimit). Without a network a program has namespaces of its own (unshare); some machines do
+not allow them, see :func:`network_can_be_cut`. What it starts ends with it. It runs in an empty directory,
 without this process' environment. It can read what its user can read: this keeps accidents away, not an attacker.
 How many processes it starts is not limited: RLIMIT_NPROC does not hold for root, as which containers run, and counts
-all of a user's processes before Linux 5.14. Without a network they end with its time.
+all of a user's processes before Linux 5.14. They end with its time.
 """
 
 from __future__ import annotations

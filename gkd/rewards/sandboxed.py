@@ -20,7 +20,8 @@ NO_END = -1000
 """In place of the exit code of a program that has not ended in its time."""
 OUTPUT_BYTES = 1 << 20
 NEW_NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000  # CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWPID
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CHILDREN = "/proc/thread-self/children"
 
 
 def main() -> None:
@@ -36,6 +37,8 @@ def main() -> None:
             os.waitpid(child, 0)
             os._exit(1)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    elif os.path.exists(CHILDREN):  # noqa: PTH110
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a program leaves becomes a child of this process
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while message := os.read(control, 4096).decode():
         directory, _, seconds = message.rpartition(" ")
@@ -87,16 +90,26 @@ def wait_for(child: int, seconds: float) -> int:
 
 
 def end_all(child: int, offline: bool) -> None:
-    """End ``child`` and what it started: all other processes of this namespace, or else of its session's group."""
+    """End ``child`` and what it started, also what has a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         if offline:
-            os.kill(-1, signal.SIGKILL)
+            os.kill(-1, signal.SIGKILL)  # all other processes of this namespace
         else:
             os.kill(child, signal.SIGKILL)  # where it has no group of its own yet
             os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
-            os.waitpid(-1, 0)
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                if not offline:
+                    kill_children()
+                signal.sigtimedwait([signal.SIGCHLD], 0.01)
+
+
+def kill_children() -> None:
+    """Kill what the kernel states to be children of this process: those of the program, once that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(CHILDREN) as file:  # noqa: PTH123
+        for number in file.read().split():
+            os.kill(int(number), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,18 @@ def test_a_test_with_a_helper_of_that_name_is_left_as_it_is(use: str) -> None:
     assert read_tests(test, "f") == read_tests(test) == [(test, None)]
 
 
-@pytest.mark.parametrize("column", [[], None, 3, {"input": 1}, [3], {"inputs": [1], "outputs": []}])
+@pytest.mark.parametrize(
+    "column",
+    [
+        [],
+        None,
+        3,
+        {"input": 1},
+        [3],
+        {"inputs": [1], "outputs": []},
+        [{"input": "1", "output": "2", "testtype": "functional"}],
+    ],
+)
 def test_what_is_no_test(column: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_tests(column)

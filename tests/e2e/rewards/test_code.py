@@ -57,6 +57,9 @@ def test_functions_are_called_with_their_arguments(inputs: list[Any], outputs: l
         function = f"def scale(own, n):\n    return tuple({n} * x for x in own)"
         method = "class Solution:\n    def scale(self, own, n):\n        return [x * " + n + " for x in own]"
         assert [worth(function, tests), worth(method, json.dumps(tests))] == [value] * 2
+        each = [{"fn_name": "scale", "input": a, "output": b} for a, b in zip(inputs, outputs, strict=True)]
+        leetcode = [{"input": t["input"], "output": t["output"], "metadata": {"func_name": "scale"}} for t in each]
+        assert [worth(function, each), worth(method, json.dumps(leetcode))] == [value] * 2
     assert worth("def other():\n    return 1", tests) == 0.0
 
 
@@ -104,19 +107,26 @@ def test_the_files_of_a_program_go_with_the_process_that_runs_it(
 
 
 @pytest.mark.skipif(not OFFLINE, reason="this machine does not let a process be without a network")
-def test_a_program_has_no_network_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_program_has_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         connect = (
             f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5); print('there')"
         )
         assert run(connect, "", 30.0, 512, offline=False).output == "there\n"
         assert run(connect, "", 30.0, 512, offline=True).output == ""
+
+
+@pytest.mark.parametrize("offline", [False] + [True] * OFFLINE)
+def test_a_program_leaves_nothing_behind(offline: bool, tmp_path: Path) -> None:
+    """Also with a network, as most containers allow no other namespaces."""
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(1.0); open({str(mark)!r}, 'w')"
     escapes = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
     )
-    assert run(escapes, "", 30.0, 512, True).code == 0
-    assert run(f"{escapes}; time.sleep(60)", "", 0.5, 512, True).code is None
+    assert run(escapes, "", 30.0, 512, offline).code == 0
+    assert run(f"{escapes}; time.sleep(60)", "", 0.5, 512, offline).code is None
+    twice = f"import os; os.fork() or os.setsid() or os.fork() or ({escapes!r} and exec({escapes!r})); os._exit(0)"
+    assert run(twice, "", 30.0, 512, offline).code == 0
     time.sleep(1.5)
     assert not mark.exists()
