@@ -87,15 +87,17 @@ class Student(nn.Module):
 
         An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
         are named once. Without an adapter, which is added before anything is rounded, it is shards of ``dtype`` that
-        are gathered.
+        are gathered. Buffers stay of their type, as they do while the model computes: of biases of routers (DeepSeek
+        V3) bfloat16 keeps too little to choose experts by.
         """
+        buffers = {name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)}
         tensors = self._gather(None if self.has_adapter else dtype)
         if self.has_adapter:
             from gkd.actor.lora import merge
 
             tensors = merge(self.lm, tensors, gather_tensor)
         for name, whole in tensors:
-            yield name, whole.to(dtype) if whole.is_floating_point() else whole
+            yield name, whole.to(dtype) if whole.is_floating_point() and name not in buffers else whole
 
     def file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the same by the names, and in the shapes, that the model's files have. A collective as well."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from gkd.actor.model import Student, cast_shard, gather_tensor, named_tensors
@@ -14,7 +14,7 @@ from gkd.weights.shards import FilePart
 
 
 class StudentShards:
-    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``.
+    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``; buffers as they are.
 
     A tensor is handed out as the rank's shard where files have it as memory has, and every rank has as much of it;
     any other is gathered, converted and whole on every rank. ``begin`` is called whenever weights are about to be read.
@@ -29,9 +29,9 @@ class StudentShards:
         values = dict(named_tensors(student.lm))
         for conversion in student.files.conversions:
             value = values[conversion.names[0]]
-            if len({values[name].is_floating_point() for name in conversion.names}) > 1:
+            if len({isinstance(values[name], nn.Parameter) for name in conversion.names}) > 1:
                 raise RunFailed(f"{conversion.names[0]} is converted together with tensors of other types")
-            dtype = self._dtype if value.is_floating_point() else value.dtype
+            dtype = self._dtype if isinstance(value, nn.Parameter) else value.dtype
             dim = find_equal_dim(value) if conversion.renames else None
             parts += [FilePart(name, dtype, shape, dim) for name, shape in conversion.shapes.items()]
         return parts
@@ -41,12 +41,11 @@ class StudentShards:
         student = self._begin()
         values = dict(named_tensors(student.lm))
         for conversion in student.files.conversions:
-            its = {name: values[name].detach() for name in conversion.names}
-            (first, *_) = its.values()
+            first = values[conversion.names[0]].detach()
             if conversion.renames and isinstance(first, DTensor) and find_equal_dim(first) is not None:
                 yield next(iter(conversion.shapes)), cast_shard(first, self._dtype)
             else:
-                whole = ((name, self._gather_whole(value)) for name, value in its.items())
+                whole = ((name, self._gather_whole(values[name])) for name in conversion.names)
                 yield from student.files.convert(whole)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
@@ -54,8 +53,8 @@ class StudentShards:
         return self._begin().file_tensors(self._dtype)
 
     def _gather_whole(self, value: Tensor) -> Tensor:
-        whole = gather_tensor(value, self._dtype)
-        return whole.to(self._dtype) if whole.is_floating_point() else whole
+        whole = gather_tensor(value.detach(), self._dtype)
+        return whole.to(self._dtype) if isinstance(value, nn.Parameter) else whole
 
 
 def find_equal_dim(tensor: Tensor) -> int | None:

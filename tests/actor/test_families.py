@@ -90,6 +90,26 @@ def test_what_is_written_is_what_was_read(family: str, tmp_path: Path) -> None:
         assert again.keys() == model.keys() and all(torch.equal(again[key], value) for key, value in model.items())
 
 
+@pytest.mark.parametrize("lora", [None, Lora(r=2, target_modules=["o_proj"])])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "minimax_m2"])
+def test_what_the_model_keeps_beside_its_parameters_is_not_rounded(
+    family: str, lora: Lora | None, tmp_path: Path
+) -> None:
+    """Of biases by which experts are chosen, bfloat16 would make these one number."""
+    model = make(family, seed=0)
+    biases = {name: value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    for value in biases.values():
+        value.copy_(10 + 0.01 * torch.arange(len(value)))
+    model.save_pretrained(tmp_path)
+    files, sent = (
+        load_file(tmp_path / "model.safetensors"),
+        dict(load(tmp_path, lora=lora).file_tensors(torch.bfloat16)),
+    )
+    kept = {name for name in files if "e_score_correction_bias" in name}
+    assert len(kept) == len(biases) > 0 and all(torch.equal(sent[name], files[name]) for name in kept)
+    assert {value.dtype for name, value in sent.items() if name not in kept} == {torch.bfloat16}
+
+
 def test_an_adapter_reaches_the_files_names(tmp_path: Path) -> None:
     student, _ = student_of("mixtral", tmp_path, Lora(r=2))
     with torch.no_grad():
