@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,7 +41,8 @@ def require_adaptable(path: str, settings: Lora) -> None:
 def add_adapter(lm: nn.Module, settings: Lora) -> None:
     """Put an adapter beside every targeted layer, in place, and freeze everything else.
 
-    Raises ConfigError when the targets match nothing, or a layer that is no linear one.
+    Raises ConfigError when the targets match nothing, a layer that is no linear one, or one that shares its weight with
+    another, as a tied head, whose adapter would change that one too.
     """
     targets = _linear_layers(lm) if settings.target_modules == ALL else settings.target_modules
     try:
@@ -47,9 +50,16 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     except ValueError as error:
         target_modules, reason = settings.target_modules, one_line(error)
         raise ConfigError(f"actor.lora.target_modules={target_modules}: {reason}") from None
+    owners = Counter(p for module in lm.modules() for p in module._parameters.values() if p is not None)
     for name, module in lm.named_modules():
-        if isinstance(module, BaseTunerLayer) and not _is_linear(module):
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if not _is_linear(module):
             raise ConfigError(f"actor.lora.target_modules: {name} is no linear layer; its adapter cannot be merged")
+        if owners[module.base_layer.weight] > 1:
+            raise ConfigError(
+                f"actor.lora.target_modules: {name} shares its weight with another layer; its adapter cannot be merged"
+            )
     for name, parameter in lm.named_parameters():
         if is_adapter(name):  # trained, so in float32, whatever it is beside
             parameter.data = parameter.data.float()
@@ -57,15 +67,26 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether it is a linear layer with an adapter, whose weight is a matrix or 4-bit."""
-    return isinstance(module, Linear) or (isinstance(module, LoraLayer) and hasattr(module.base_layer, "quant_state"))
+    adapted = isinstance(module, LoraLayer) and _is_plain(module.base_layer)
+    return adapted and (isinstance(module, Linear) or hasattr(module.base_layer, "quant_state"))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer is a product with its weight: routers of some families (Llama 4) do more."""
+    return type(layer) in (nn.Linear, Conv1D) or hasattr(layer, "quant_state")
 
 
 def _linear_layers(lm: Any) -> list[str]:
-    """Return names of all linear layers but the head. peft's all-linear takes experts along, which cannot be merged."""
-    head = lm.get_output_embeddings()
-    return [
-        name for name, module in lm.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
+    """Return names of all linear layers of the model of text but the head, which peft adapts by these names.
+
+    Its all-linear takes experts along, which cannot be merged, and layers for images, which no text goes through. Names
+    that it takes for experts' are left out: in some families (DeepSeek V3) those of dense layers and shared experts.
+    """
+    head, text = lm.get_output_embeddings(), {*lm.get_decoder().modules()}
+    names = [name for name, module in lm.named_modules() if _is_plain(module) and module in text and module is not head]
+    converted = LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(converted, lm, None)
+    return [name for name in names if name in (converted.target_modules or ())]
 
 
 def _lora_config(settings: Lora, targets: str | list[str]) -> LoraConfig:

@@ -45,7 +45,9 @@ class Lora(Settings):
         0.0, ge=0, lt=1, description="dropout before the adapters; the trainer then differs from the sampler"
     )
     target_modules: str | list[str] = Field(
-        "all-linear", description="names of the layers that get one, or all-linear: every one but the head"
+        "all-linear",
+        description="names of the layers that get one, or all-linear: every one but the head, layers for images, and "
+        "those that peft takes for experts",
     )
     quantize: Literal["nf4"] | None = Field(
         None,

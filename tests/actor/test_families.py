@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student, named_tensors
-from gkd.actor.pretrained import write_config, write_weights
+from gkd.actor.pretrained import write_config, write_pretrained, write_weights
 from gkd.config import Lora, Rollout
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec
@@ -22,6 +23,7 @@ from gkd.inference.hf import HFSampler
 from gkd.types import Sample, Sampling, ScoredSample
 from gkd.weights.file_names import FileNames
 from gkd.weights.transfer import Bucket
+from tests.data.models import word_tokenizer
 from tests.families import EOS, FAMILIES, N_TOKENS, SHAPE, STATEFUL, make
 from tests.vllm.inference.test_engines import requests, run, worst_difference
 from tests.weights.received import load_in_buckets
@@ -121,6 +123,26 @@ def test_an_adapter_reaches_the_files_names(tmp_path: Path) -> None:
     changed = {name for name, value in files.items() if not torch.equal(sent[name], value)}
     assert changed == {name for name in files if "self_attn" in name}
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in files
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "llama4", "phimoe", "mixtral", "gpt_oss", "lfm2"])
+def test_an_adapter_of_all_linear_layers_is_trained_and_written_as_peft_reads_it(family: str, tmp_path: Path) -> None:
+    """Neither of experts, by whose names peft takes those of some dense layers, nor of routers that are no product."""
+    base, out, lora = tmp_path / "base", tmp_path / "out", Lora(r=2)
+    student, _ = student_of(family, base, lora)
+    word_tokenizer().save_pretrained(base)
+    torch.manual_seed(1)
+    for name, parameter in student.lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    micro = collate(samples(), None, [1.0] * 5, [0.0] * 5)
+    student(micro, lambda hidden, head: head(hidden).square().mean()).backward()
+    assert all(parameter.grad is not None for parameter in student.lm.parameters() if parameter.requires_grad)
+    write_pretrained(student, str(base), lora, torch.float32, out, writes=True)
+    merged, alone = (AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager") for path in (out, base))
+    alone = PeftModel.from_pretrained(alone, out / "adapter").eval()
+    for scored in samples():
+        torch.testing.assert_close(logprobs(merged, scored), logprobs(alone, scored), rtol=0, atol=1e-4)
 
 
 def test_tensors_that_are_converted_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

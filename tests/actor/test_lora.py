@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from gkd.actor.loading import load
-from gkd.actor.lora import disable_adapter
+from gkd.actor.lora import disable_adapter, require_adaptable
 from gkd.actor.model import Student
 from gkd.actor.quantize import find_quantized_layers
 from gkd.config import Algorithm, Lora, Rollout
@@ -116,6 +116,17 @@ def test_targets_that_cannot_be_adapted(targets: list[str], message: str, tmp_pa
     base("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, lora=Lora(r=4, target_modules=targets))
+
+
+def test_a_head_is_adapted_where_its_weight_is_its_own(tmp_path: Path) -> None:
+    base("llama").save_pretrained(tmp_path / "own")
+    student, plain = trained(tmp_path / "own", target_modules=["q_proj", "lm_head"]), base("llama")
+    plain.load_state_dict(dict(student.full_tensors(torch.float32)))
+    torch.testing.assert_close(logits(plain), logits(student), rtol=1e-4, atol=1e-5)
+    base("qwen2 tied").save_pretrained(tmp_path / "tied")
+    for check in (require_adaptable, lambda path, lora: load(path, lora=lora)):
+        with pytest.raises(ConfigError, match=r"^actor\.lora\.target_modules: lm_head "):
+            check(str(tmp_path / "tied"), Lora(r=4, target_modules=["q_proj", "lm_head"]))
 
 
 def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
