@@ -41,11 +41,9 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
     the parameters are not in the host's memory themselves.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [(name, p) for name, p in trained if p.ndim > 1]
-    vectors = [(name, p) for name, p in trained if p.ndim <= 1]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in trained if _is_decayed(name, p)], "weight_decay": settings.weight_decay},
+        {"params": [(name, p) for name, p in trained if not _is_decayed(name, p)], "weight_decay": 0.0},
     ]
     beta1, beta2 = settings.betas
     groups = [group for group in groups if group["params"]]  # an adapter has no vectors
@@ -53,6 +51,11 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
     on_host = settings.offload_optimizer and any(p.device.type != "cpu" for _, p in trained)
     made = HostAdamW if on_host else torch.optim.AdamW
     return made(groups, lr=learning_rate(settings, 0, 1), betas=(beta1, beta2), fused=fused)
+
+
+def _is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix, or several, and not the biases of all experts together."""
+    return parameter.ndim > 1 and not name.endswith("bias")
 
 
 class HostAdamW(torch.optim.AdamW):

@@ -18,6 +18,7 @@ from gkd.actor.optimizer import HostAdamW, adamw
 from gkd.actor.state import move, part_of, put_part
 from gkd.config import Actor
 from gkd.errors import RunFailed
+from tests.families import make as make_family
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -41,6 +42,18 @@ def test_a_fused_step_has_the_trajectory_of_the_loop(dtype: torch.dtype) -> None
             optimizer.step()
     for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
+
+
+def test_norms_and_biases_are_not_decayed_those_of_experts_neither() -> None:
+    model = make_family("gpt_oss", 0)  # its experts' biases are a row each of one tensor
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+            p.grad = torch.zeros_like(p)
+    adamw(model, Actor(lr=1e-2, weight_decay=0.5)).step()
+    kept = {name for name, p in model.named_parameters() if p.eq(1.0).all()}
+    assert kept == {name for name, _ in model.named_parameters() if name.endswith(("bias", "norm.weight", "sinks"))}
+    assert "model.layers.1.mlp.experts.down_proj_bias" in kept
 
 
 @pytest.mark.parametrize("size", [1 << 24, 64, 7])
