@@ -22,6 +22,8 @@ from gkd.durable import reason, replace_directory
 from gkd.errors import RunFailed
 from gkd.weights.packing import split_into_buckets
 
+PROCESSOR_FILES = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
+"""What a model that sees images as well is not read without, by vLLM."""
 SHARD_BYTES = 4 << 30
 """Weights are written to files of about this size; what is written is held until a file is full."""
 
@@ -48,6 +50,9 @@ def write_pretrained(
         write_config(model_path, stored, new)
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         tokenizer.save_pretrained(new)
+        for file in PROCESSOR_FILES:
+            if Path(model_path, file).exists():
+                (new / file).write_bytes(Path(model_path, file).read_bytes())
         _stop_at(template_end(tokenizer), new)
         write_weights(tensors, new)
         if student.has_adapter:
