@@ -14,6 +14,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def own(files: Path) -> list[str]:
 
 
 def make_files(directory: Path) -> Path:
-    """Write two tiny models with one tokenizer, one with another, an encoder, and data files in every state."""
+    """Write two tiny models with one tokenizer, others that cannot be used, and data files in every state."""
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
     from gkd.recipes.sort_digits.sorting import make_tokenizer
@@ -97,6 +98,9 @@ def make_files(directory: Path) -> Path:
     narrow = LlamaForCausalLM(LlamaConfig(**shape | {"hidden_size": 24}, vocab_size=len(tokenizer)))
     narrow.save_pretrained(directory / "narrow")
     tokenizer.save_pretrained(directory / "narrow")
+    config = narrow.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    shutil.copytree(directory / "narrow", directory / "quantized")
+    (directory / "quantized" / "config.json").write_text(json.dumps(config))
     BertModel(BertConfig(**shape, vocab_size=20)).save_pretrained(directory / "bert")
     tokenizer.save_pretrained(directory / "bert")
     # Another tokenizer: two words have changed places.

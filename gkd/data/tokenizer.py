@@ -51,6 +51,22 @@ def check_causal_lm(path: str, setting: str) -> str:
     return _check_files(directory, f"{setting}={path}")
 
 
+def check_student(path: str, setting: str) -> str:
+    """Do as :func:`check_causal_lm`. Raises ConfigError also for weights that are stored quantized.
+
+    These are no numbers that an optimizer could step; transformers reads them as such on some machines, and engines
+    would keep what the files have.
+    """
+    directory = check_causal_lm(path, setting)
+    config = read_json(Path(directory, "config.json"), f"{setting}={path}")
+    if isinstance(stored := config.get("quantization_config"), dict):
+        raise ConfigError(
+            f"{setting}={path}: its weights are stored quantized ({stored.get('quant_method')}), and such are not "
+            "trained; a copy in bfloat16 would do (transformers: dequantize, save_pretrained)"
+        )
+    return directory
+
+
 def check_reward_model(path: str, setting: str) -> str:
     """Return the directory of the classification model with one output at ``path``; errors as in check_causal_lm."""
     directory, config = _read_config(path, setting, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from gkd.data.model_info import ModelInfo
-from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, load_tokenizer, resolve_model, tokenizer_hash
+from gkd.data.tokenizer import (
+    check_causal_lm,
+    check_same_tokenizer,
+    check_student,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_hash,
+)
 from gkd.errors import ConfigError
 from tests.data.models import WORDS, save_model, word_tokenizer
 from tests.error_text import contains_in_order
@@ -100,6 +107,15 @@ def test_other_names_of_causal_language_models(model: Path) -> None:
     assert check_causal_lm(str(model), "model.path") == str(model)
     edit_config(model, architectures=None, model_type="llama")
     assert check_causal_lm(str(model), "model.path") == str(model)
+
+
+def test_weights_that_are_stored_quantized_are_not_trained(model: Path) -> None:
+    edit_config(model, quantization_config=None)
+    assert check_student(str(model), "model.path") == str(model)
+    edit_config(model, quantization_config={"quant_method": "mxfp4"})
+    assert check_causal_lm(str(model), "teacher.model.path") == str(model)
+    with pytest.raises(ConfigError, match=r"^model\.path=.* \(mxfp4\)"):
+        check_student(str(model), "model.path")
 
 
 def test_no_weights(model: Path) -> None:

@@ -24,6 +24,7 @@ from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
     check_same_tokenizer,
+    check_student,
     load_tokenizer,
     tokenizer_hash,
 )
@@ -272,7 +273,7 @@ def find_files(config: Config, report: Callable[[str], None]) -> tuple[str, dict
         scorers = {} if made.teacher is None else {"teacher": made.teacher}
         return made.student, scorers, made.train_files, made.val_files
     assert config.model.path is not None
-    student = check_causal_lm(config.model.path, "model.path")
+    student = check_student(config.model.path, "model.path")
     scorers = {}
     if config.teacher.model.path is not None:
         scorers["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
