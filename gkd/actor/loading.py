@@ -18,6 +18,7 @@ from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.quantize import make_load_arguments, packed_parameters
 from gkd.config import Lora
 from gkd.config.actor import MOST_COPIED
+from gkd.errors import ConfigError
 from gkd.modeling.architecture import exact_attention
 from gkd.modeling.backbone import choose_attention, pack_or_pad
 from gkd.modeling.head import Head
@@ -117,8 +118,8 @@ def load(
     ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
     read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``. With ``packed`` no
     weight is read: the student is on the meta device, and takes sequences laid end to end or not, accordingly. Nothing
-    is looked up on a hub. Raises ConfigError for weights that are not all there, and for adapters that the model cannot
-    have.
+    is looked up on a hub. Raises ConfigError for weights that are not all there, or tied and different, and for
+    adapters that the model cannot have.
     """
     adapted = lora is not None and lora.r is not None
     lm = read_model(
@@ -134,6 +135,12 @@ def load(
     _remove_dropout(lm)
     as_in_files = build_empty(AutoConfig.from_pretrained(path, local_files_only=True))
     files = FileNames(lm, {name: tuple(value.shape) for name, value in named_tensors(as_in_files)})
+    shared = {name for name, _ in as_in_files.named_parameters()}
+    if apart := [name for name, _ in lm.named_parameters() if name not in shared]:  # transformers logs it and goes on
+        raise ConfigError(
+            f"model.path={path}: its files have a {apart[0]} of its own, which its config.json ties to another weight, "
+            "as engines do; tie_word_embeddings=false there would have both keep it"
+        )
     if lora is not None and adapted:
         from gkd.actor.lora import add_adapter  # imports peft, a second of every start
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gkd.actor.loading import load
@@ -14,6 +16,8 @@ from gkd.actor.pretrained import write_config, write_pretrained, write_weights
 from gkd.config import Lora
 from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
+from gkd.errors import ConfigError
+from tests.actor.models import make
 from tests.data.models import save_model
 from tests.data.test_answers import chat_tokenizer
 
@@ -31,6 +35,18 @@ def test_settings_of_generation_are_written_as_they_were(settings: dict[str, obj
     assert settings is None or json.loads((target / file.name).read_text()) == settings
     read = AutoModelForCausalLM.from_pretrained(target)
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), student.lm.parameters(), strict=True))
+
+
+def test_a_head_in_the_files_that_is_tied_to_another_weight_is_refused(tmp_path: Path) -> None:
+    """transformers would keep it, and vLLM leave it out."""
+    make("qwen2 tied").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, is_other in ((embedding.clone(), False), (embedding + 1, True)):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        for lora in (None, Lora(r=2)):
+            with pytest.raises(ConfigError, match=r"^model\.path=.* lm_head\.weight ") if is_other else nullcontext():
+                load(tmp_path, lora=lora)
 
 
 def test_a_student_is_written_where_a_link_leads(tmp_path: Path) -> None:
