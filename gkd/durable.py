@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def replace_directory(new: Path, path: Path) -> None:
 
     Both are on one file system, and ``path`` is no link. Raises OSError.
     """
-    _apply_umask(new)
+    apply_umask([file for file in new.rglob("*") if file.is_file()])
     for file in (*new.rglob("*"), new):
         flush(file)
     old = path.with_name(f".{path.name}.old")
@@ -106,15 +106,16 @@ def replace_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)  # what stays is in nobody's way, and goes the next time
 
 
-def _apply_umask(directory: Path) -> None:
+def apply_umask(files: Sequence[Path]) -> None:
     """Give files the permissions that the umask leaves, where a library made them for their owner alone."""
-    probe = directory / ".permissions"
+    if not files:
+        return
+    probe = files[0].with_name(f".{files[0].name}.permissions")
     probe.touch()
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for file in directory.rglob("*"):
-        if file.is_file():
-            file.chmod(mode)
+    for file in files:
+        file.chmod(mode)
 
 
 def reason(error: Exception, path: Path | None = None) -> str:

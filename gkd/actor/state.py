@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from gkd.actor.optimizer import HostAdamW, take_local
-from gkd.durable import Checksum, compute_checksum, flush, reason
+from gkd.durable import Checksum, apply_umask, compute_checksum, flush, reason
 from gkd.errors import RunFailed
 
 Part = list[dict[str, NDArray[np.float32]]]
@@ -76,6 +76,7 @@ def write_part(optimizer: Optimizer, part: Part, file: Path) -> Checksum:
         arrays.update({f"{kind}.{name}": value for kind, value in kept.items()})
     try:
         save_file(arrays, file, {_SHARDS: json.dumps(shards)})
+        apply_umask([file])
         flush(file)
         flush(file.parent)
         return compute_checksum(file)

@@ -45,7 +45,6 @@ def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
     yield from _idle_pools(config)
     yield from _idle_settings(config)
-
     yield from _line_ends(config)
     yield from filter(None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness)))
 

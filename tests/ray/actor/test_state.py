@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,20 @@ def test_a_copy_is_written_in_the_middle_of_a_forward_pass(tmp_path: Path) -> No
     written = load_file(tmp_path / "one.safetensors")
     assert {name: value.tolist() for name, value in written.items()} == {
         f"weight.{name}": value.tolist() for name, value in kept.items()
+    }
+
+
+def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    """As everything else of a run: safetensors would leave it to its owner alone."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    before = os.umask(0o027)
+    try:
+        write_part(optimizer, part_of(optimizer, torch.device("cpu"), None), tmp_path / "rank_00000.safetensors")
+    finally:
+        os.umask(before)
+    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {
+        "rank_00000.safetensors": 0o640
     }
 
 
