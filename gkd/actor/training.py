@@ -226,21 +226,21 @@ class RankTrainer:
 
         Between two chunks of a step it leaves what was accumulated as it is.
         """
-        self.student.eval()
-        try:
-            with self._compute_without_gradient():
-                sums = self._run_fitting(
-                    samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
-                )
-                return self._reduce(sums)
-        finally:
-            self.student.train()
+        with self._compute_without_gradient():
+            sums = self._run_fitting(
+                samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
+            )
+            return self._reduce(sums)
 
     @contextmanager
     def _compute_without_gradient(self) -> Iterator[None]:
-        """Compute without a gradient, between passes with one: what these accumulated stays."""
-        with torch.no_grad():
-            yield
+        """Compute without a gradient or dropout, between passes with them: what these accumulated stays."""
+        self.student.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.student.train()
         if isinstance(self.student, FSDPModule):
             self.student.reshard()  # without a backward pass it stays whole, and gradients are of its shards
 

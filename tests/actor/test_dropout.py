@@ -83,3 +83,17 @@ def test_chunks_of_a_step_drop_others(make: Any) -> None:
         after = [p.grad for p in trainer.student.parameters() if p.requires_grad]
         gradients.append(torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]))
     assert not torch.allclose(gradients[0], gradients[1], rtol=0.1)
+
+
+def test_what_ratios_are_against_is_the_student_without_dropout(make: Any) -> None:
+    """As it sampled; with dropout importance weights and the first update's ratios would be noise."""
+    trainer, (samples, _, _) = make()
+    trainer.compute_logprobs(samples, old=True, reference=False)
+    other, _ = make()
+    for module in other.student.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    other.compute_logprobs(samples, old=True, reference=False)
+    assert trainer.old.keys() == other.old.keys()
+    assert all(torch.equal(value, other.old[place]) for place, value in trainer.old.items())
+    assert trainer.student.training
