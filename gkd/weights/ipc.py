@@ -5,8 +5,6 @@ workers: who may call them is trusted, as with every other call, and nothing is 
 pickled form of them, for HTTP, is not used.) The memory this takes beside the model's: the gathered tensors of a
 bucket, their copy, the bucket before it, and the engine's copy of that. Buckets are of weights.bucket_mb, or of the
 largest tensor where that is larger.
-
-Nothing of this has run on a GPU so far.
 """
 
 from __future__ import annotations
