@@ -37,6 +37,10 @@ class ControlLost(Exception):
     """
 
 
+class StudentNotWritten(RunFailed):
+    """The student could not be written as files, which changes nothing of it: the actor goes on."""
+
+
 class UpdateFailed(RunFailed):
     """An update of the actor that failed before anything was changed: its weights are those before it."""
 

@@ -19,7 +19,7 @@ from gkd.config import Lora
 from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
 from gkd.durable import reason, replace_directory
-from gkd.errors import RunFailed
+from gkd.errors import StudentNotWritten
 from gkd.weights.packing import split_into_buckets
 
 PROCESSOR_FILES = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
@@ -35,7 +35,7 @@ def write_pretrained(
 
     ``model_path`` is the model that the student was made from, ``dtype`` what it computes in. An adapter is merged into
     the weights, and written by itself as well, in peft's format, to ``adapter``. A collective: one rank ``writes``, and
-    holds one file's weights at a time. Raises RunFailed when the files cannot be written.
+    holds one file's weights at a time. Raises StudentNotWritten when the files cannot be written.
     """
     stored = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     directory = directory.resolve()  # what a link leads to, perhaps on another disk, is written there
@@ -63,7 +63,7 @@ def write_pretrained(
     except Exception as error:  # tokenizers have no class of their own for a full disk
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
-            raise RunFailed(f"the student could not be written: {reason(error, new)}") from None
+            raise StudentNotWritten(f"the student could not be written: {reason(error, new)}") from None
         raise
     finally:
         for _ in tensors:  # gathering takes all ranks, also those that do not write and one that cannot go on

@@ -17,6 +17,7 @@ from gkd.actor.state import Part, load_state, move, part_of, put_part
 from gkd.actor.training import LogprobsByPlace, RankTrainer
 from gkd.cluster.workers.activity import record_activity
 from gkd.durable import Checksum
+from gkd.errors import StudentNotWritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,15 @@ class RankState:
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.
 
-        An adapter is merged into it, and written by itself as well, in peft's format, to ``adapter``.
+        An adapter is merged into it, and written by itself as well, in peft's format, to ``adapter``. Raises
+        StudentNotWritten, on rank 0, once all ranks are done with it.
         """
         lora, writes = self._trainer.config.actor.lora, self._trainer.rank == 0
-        write_pretrained(self._student, self._model_path, lora, self._dtype, Path(directory), writes)
+        try:
+            write_pretrained(self._student, self._model_path, lora, self._dtype, Path(directory), writes)
+        except StudentNotWritten:
+            dist.barrier()  # where the others wait
+            raise
         dist.barrier()
 
     @record_activity("offload")

@@ -73,11 +73,13 @@ def drive(
                 note("resume", f"from {saved.path}", step=saved.state.step)
             if n_restarts := restarts():
                 note("restart", f"{n_restarts} of trainer.restarts={config.trainer.restarts}")
-            summary, checkpoints = _drive(config, inputs, session, output, out, started_s, saved, events, on_step)
+            summary, checkpoints, best = _drive(config, inputs, session, output, out, started_s, saved, events, on_step)
     finally:
         page = write_at_end(output)
     report.show(summary, output, page, _make_next_command(config, output), out)
     checkpoints.finish()
+    if best is not None:
+        best.finish()
 
 
 def _drive(
@@ -90,8 +92,8 @@ def _drive(
     saved: SavedCheckpoint | None,
     events: Events,
     on_step: OnStep | None,
-) -> tuple[report.Summary, Checkpoints]:
-    """Do the run; returns what it came to, and its checkpoints, of which the last may have failed."""
+) -> tuple[report.Summary, Checkpoints, BestModel | None]:
+    """Do the run; returns what it came to, its checkpoints, of which the last may have failed, and its best student."""
     requested, config = config, lay_out(with_scoring_engines(config, inputs))
     _write(config, output)
     placement = _place_and_show(config, session, output)
@@ -132,7 +134,7 @@ def _drive(
     n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
     summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
     report.write(summary, output)
-    return summary, checkpoints
+    return summary, checkpoints, best
 
 
 def _forget_after(saved: SavedCheckpoint, output: Path) -> int:

@@ -9,7 +9,16 @@ import ray
 from ray._private import worker as ray_worker
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from gkd.errors import ConfigError, OutOfMemory, RunFailed, UpdateFailed, describe_error, describe_place, one_line
+from gkd.errors import (
+    ConfigError,
+    OutOfMemory,
+    RunFailed,
+    StudentNotWritten,
+    UpdateFailed,
+    describe_error,
+    describe_place,
+    one_line,
+)
 
 log = logging.getLogger("gkd")
 
@@ -36,7 +45,7 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, OutOfMemory):
         return OutOfMemory(str(cause), cause.budget)
-    for kind in (ConfigError, UpdateFailed, WorkerHung, WorkerDied, RunFailed):
+    for kind in (ConfigError, UpdateFailed, StudentNotWritten, WorkerHung, WorkerDied, RunFailed):
         if isinstance(cause, kind):
             return kind(str(cause))
     if isinstance(error, RayTaskError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,9 @@ from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Attend
 from gkd.config.output_files import BEST
 from gkd.config.validating import is_better
+from gkd.errors import RunFailed, StudentNotWritten
+
+log = logging.getLogger("gkd")
 
 
 class BestModel:
@@ -25,6 +29,7 @@ class BestModel:
         self.metric, self.file = metric, output / BEST
         self.directory = (output / "best").resolve()  # written where a link leads
         self.value: float | None = None
+        self._failure: str | None = None
         if self.file.exists():
             best = json.loads(self.file.read_text(encoding="utf-8"))
             self.value = best["value"] if best["metric"] == metric else None
@@ -32,11 +37,28 @@ class BestModel:
     def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup, attend: Attend | None = None) -> None:
         """Write the student if it is better than before; nothing where the figure was not measured now.
 
-        ``attend`` is called while it is written, as of :meth:`ActorGroup.save`.
+        ``attend`` is called while it is written, as of :meth:`ActorGroup.save`. A failure is a warning, until
+        :meth:`finish`.
         """
         value = measured.get(self.metric)
         if value is None or (self.value is not None and not is_better(self.metric, value, self.value)):
             return
+        try:
+            self._write(step, value, actor, attend)
+            self._failure = None
+        except (StudentNotWritten, OSError) as error:
+            text = str(error) if isinstance(error, StudentNotWritten) else durable.reason(error, self.directory)
+            self._failure = f"the student of step {step}, the best by {self.metric}, is not in {self.directory}: {text}"
+            log.warning("%s; the run goes on", self._failure)
+            if not self.file.exists():  # what the directory holds is not known
+                self.value = None
+
+    def finish(self) -> None:
+        """Raise RunFailed when the best student could not be written, and no better one after it."""
+        if self._failure is not None:
+            raise RunFailed(self._failure)
+
+    def _write(self, step: int, value: float, actor: ActorGroup, attend: Attend | None) -> None:
         new = self.directory.with_name(f".{self.directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         actor.save(str(new), attend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from gkd import durable
 from gkd.config import load
 from gkd.config.validating import require_figures
 from gkd.driver.validation.best import BestModel
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed, StudentNotWritten
+from tests.error_text import contains_in_order
 
 
 class Actor:
@@ -55,6 +58,31 @@ def test_a_link_to_another_place_stays_and_the_student_is_written_there(tmp_path
     assert looked(BestModel("val/accuracy", run), Actor(), [0.1, 0.2]) == [1, 2]
     assert (run / "best").is_symlink() and (place / "model.txt").read_text() == "2"
     assert [path.name for path in place.parent.iterdir()] == ["students"]
+
+
+@pytest.mark.parametrize("fails", ["actor", "disk"])
+def test_a_student_that_cannot_be_written_is_a_warning_and_the_last_one_ends_the_run(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        if fails == "actor":
+            raise StudentNotWritten("no space left on device: /there")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/there")
+
+    actor, best = Actor(), BestModel("val/accuracy", tmp_path)
+    best.update(1, {"val/accuracy": 0.1}, actor)
+    with monkeypatch.context() as full:
+        full.setattr(*((actor, "save") if fails == "actor" else (durable, "replace")), fail)
+        best.update(2, {"val/accuracy": 0.2}, actor)
+    (text,) = caplog.messages
+    assert contains_in_order(text, "step 2", "val/accuracy", "no space", "/there")
+    with pytest.raises(RunFailed, match=r"\bstep 2\b"):
+        best.finish()
+    if fails == "actor":  # all is as it was
+        assert json.loads((tmp_path / "best.json").read_text())["step"] == 1
+    best.update(3, {"val/accuracy": 0.15}, actor)  # better than what was written last
+    best.finish()
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
 
 
 def until_then(left: Iterator[int], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Model
+from gkd.errors import StudentNotWritten
 from tests.actor import models
 from tests.families import make as make_family
 from tests.ray.actor.ranks import Ranks, call, config, put
@@ -231,6 +232,16 @@ def test_saved_student_is_the_trained_one(ranks: dict[int, Ranks], model_path: s
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     for name, value in ranks[2].weights().items():
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
+
+
+def test_ranks_go_on_after_a_student_that_could_not_be_written(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = (call(w, "state.save", str(tmp_path / "file" / "model")) for w in ranks[2].workers)
+    with pytest.raises(ray.exceptions.RayTaskError) as raised:
+        ray.get(first, timeout=60)
+    assert isinstance(raised.value.cause, StudentNotWritten)
+    ray.get(second, timeout=60)
+    assert "actor/loss" in ranks[2].run("update", put(models.scored(3, seed=4)), 7)
 
 
 def test_targets_that_are_no_distribution_are_refused(ranks: dict[int, Ranks]) -> None:
