@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
@@ -68,12 +69,8 @@ def run_program(directory: str, megabytes: int, seconds: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
-    module = type(sys)("__main__")
-    module.__file__ = f"{directory}/program.py"
-    sys.modules["__main__"], sys.argv = module, ["program.py"]
-    with open("program.py", "rb") as file:  # noqa: PTH123 - pathlib takes long to import
-        code = compile(file.read(), "program.py", "exec", dont_inherit=True)
-    exec(code, vars(module))
+    sys.argv = ["program.py"]
+    runpy.run_path("program.py", run_name="__main__")
 
 
 def wait_for(child: int, seconds: float) -> int:
