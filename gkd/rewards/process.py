@@ -191,7 +191,7 @@ def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
 
 
 def _evaluate(
-    function: RewardCallable, group: CompletionGroup, whole: bool, run: Callable[[Any], Any] = asyncio.run
+    function: RewardCallable, group: CompletionGroup, whole: bool, run: Callable[[Any], Any]
 ) -> list[Timed | str]:
     """Return what a function gives ``group``, which is a single completion unless it rates the ``whole``.
 

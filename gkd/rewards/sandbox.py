@@ -85,7 +85,9 @@ class Sandbox:
             answer = b""
         if answer:
             return None if int(answer) == sandboxed.NO_END else int(answer)
-        code = self._process.wait()  # a program ended it, or it could not start
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)  # a program ended it, or it could not start
+        code = self._process.returncode
         self._end()
         if code == sandboxed.NOT_ALLOWED:
             raise PermissionError("this machine does not let a process be without a network (unshare)")

@@ -106,7 +106,7 @@ def test_gkd_of_a_group() -> None:
 )
 def test_groups_that_are_rated_wrong(name: str, expected: list[Any]) -> None:
     group = [make_completion(text) for text in ("a", "b", "c")]
-    answers = _evaluate(resolve(HERE + name, settings_of(name)), group, True)
+    answers = _evaluate(resolve(HERE + name, settings_of(name)), group, True, asyncio.run)
     texts = [PLACE.sub("(HERE)", answer) if isinstance(answer, str) else answer[0] for answer in answers]
     assert texts == expected
 
@@ -166,5 +166,7 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
 def test_what_is_async_by_its_class_or_behind_a_decorator_is_awaited() -> None:
     assert settings_of("asking").is_async(HERE + "asking")
     for name in ("asking", "hidden"):
-        ((reward, _),) = _evaluate(resolve(HERE + name, settings_of(name)), [make_completion("", n=2)], False)
+        ((reward, _),) = _evaluate(
+            resolve(HERE + name, settings_of(name)), [make_completion("", n=2)], False, asyncio.run
+        )
         assert reward == 2.0
