@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from gkd.actor.batches import Metrics, pack
 from gkd.actor.collate import collate
-from gkd.actor.compiling import compile_failure_text, is_compile_failure
+from gkd.actor.compiling import compile_setting
 from gkd.actor.copies import Copies
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
 from gkd.actor.mismatch import compute_means, leave_out, split_by_age, stale_tokens
@@ -34,6 +34,7 @@ from gkd.config.actor import has_room
 from gkd.errors import OutOfMemory, RunFailed, UpdateFailed, one_line
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import check_targets, send
+from gkd.modeling.compiling import is_compile_failure
 from gkd.types import ScoredSample, TrainingSample, seed_of
 
 LogprobsByPlace = dict[tuple[Any, int], Tensor]
@@ -273,7 +274,7 @@ class RankTrainer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 if is_compile_failure(error):
-                    raise RunFailed(compile_failure_text(error, self.config.actor.compile)) from None
+                    raise RunFailed(compile_setting(self.config.actor.compile).failure_text(error)) from None
                 raise
             reason = one_line(error)
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from gkd.actor.batches import AppliedUpdate
-from gkd.actor.compiling import Compilation, compile_layers, use_liger
+from gkd.actor.compiling import Compilation, compile_student, use_liger
 from gkd.actor.copies import Copies
 from gkd.actor.loading import load_sharded
 from gkd.actor.optimizer import adamw
@@ -100,7 +100,7 @@ class ActorWorker:
         if actor.liger:
             use_liger(lm, self.device)
             return None
-        return compile_layers(lm, actor.compile, actor.micro_batch_tokens, self.device, packed)
+        return compile_student(lm, actor.compile, actor.micro_batch_tokens, self.device, packed)
 
     def report(self) -> dict[str, Any]:
         """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,21 +60,76 @@ class ScoredRows:
                 buffer[start:stop].copy_(values, non_blocking=True)
 
 
+class RowSums(NamedTuple):
+    """Of rows of logits x [n, V] / T: ``total`` [n], logsumexp(x / T), and what the tail of the top K is made of.
+
+    With the row's K-th largest x: ``below`` [n], the same of all that are less, and ``ties`` [n], how many are equal;
+    None where there is no tail.
+    """
+
+    total: Tensor
+    below: Tensor | None
+    ties: Tensor | None
+
+
+def sum_rows(logits: Tensor, kth: Tensor | None, temperature: float) -> RowSums:
+    """Return the sums over rows of ``logits`` [n, V], with the K-th largest of each, ``kth`` [n].
+
+    To be compiled: in one kernel, which reads the logits and writes nothing as large. Computed as it stands it takes
+    several float32 copies of them.
+    """
+    x = logits.float() / temperature
+    total = torch.logsumexp(x, -1)
+    if kth is None:
+        return RowSums(total, None, None)
+    # Compared as they came: what is equal is equal however a division is computed.
+    less = logits < kth[:, None]
+    return RowSums(total, torch.logsumexp(torch.where(less, x, -torch.inf), -1), (logits == kth[:, None]).sum(-1))
+
+
 @torch.inference_mode()
 def score_rows(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, shape: RowShape, logit_bytes: int
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    token_ids: Tensor,
+    shape: RowShape,
+    logit_bytes: int,
+    sums: Callable[[Tensor, Tensor | None, float], RowSums] | None = None,
 ) -> ScoredRows:
     """Score ``token_ids`` [n] by the hidden states [n, D] that predict them.
 
-    As many positions at a time as have float32 logits of ``logit_bytes``. The results are on the host, and whole once
-    the device has come so far.
+    As many positions at a time as have float32 logits of ``logit_bytes``; ``sums`` is :func:`sum_rows`, compiled, where
+    that is to be used. The results are on the host, and whole once the device has come so far.
     """
     n_rows = max(1, logit_bytes // (4 * shape.rows))
     scored = ScoredRows.allocate(len(token_ids), shape, hidden.is_cuda)
     for start in range(0, len(token_ids), n_rows):
         some = slice(start, start + n_rows)
-        scored.put(start, score_logits(head, hidden[some], token_ids[some], shape))
+        if sums is None:
+            scored.put(start, score_logits(head, hidden[some], token_ids[some], shape))
+        else:
+            scored.put(start, score_by_sums(head, hidden[some], token_ids[some], shape, sums))
     return scored
+
+
+def score_by_sums(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    token_ids: Tensor,
+    shape: RowShape,
+    sums: Callable[[Tensor, Tensor | None, float], RowSums],
+) -> ScoredRows:
+    """Do as :func:`score_logits`, by ``sums``; the logits are not overwritten, and not copied."""
+    logits, k, temperature = head(hidden)[:, : shape.rows], shape.top_k, shape.temperature
+    top, ids = torch.topk(logits, k)
+    kth = top[:, -1].contiguous() if 0 < k < shape.rows else None
+    total, below, ties = sums(logits, kth, temperature)
+    tokens = logits.gather(-1, token_ids[:, None])[:, 0].float() / temperature - total
+    logprobs, tails = top.float() / temperature - total[:, None], None
+    if kth is not None and below is not None and ties is not None:
+        left_out = ties - (top == kth[:, None]).sum(-1)
+        tails = torch.logaddexp(below, kth.float() / temperature + torch.log(left_out)) - total
+    return ScoredRows(tokens, ids.int(), logprobs, tails)
 
 
 def score_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, shape: RowShape) -> ScoredRows:

@@ -8,7 +8,8 @@ scored along with it, to the last bit, so that a run repeats whatever comes firs
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from gkd.inference.scored_rows import ScoredRows
+    from gkd.inference.scored_rows import RowSums, ScoredRows
 
 UNBOUNDED_LENGTH = 1 << 20
 """Longest sequence of a model without a limit of its own."""
@@ -91,6 +92,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
         self._is_packed = is_packed(self.model)
         self._head = Head(self.model)
+        self._sums = _compile(self.model, spec)
         self.limits = Limits(
             scorer=spec.name,
             model=spec.model_path,
@@ -173,13 +175,26 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             return _Pass()
         import torch
 
-        with torch.inference_mode():
+        with torch.inference_mode(), self._compiling():
             scored = self._score(chosen)
             if self.device != "cuda":
                 return _Pass(scored)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
             return _Pass(scored, done)
+
+    @contextmanager
+    def _compiling(self, allowed: bool = True) -> Iterator[None]:
+        """Have torch compile what it meets here for the first time, or compute it all as it is; without, nothing."""
+        if self._sums is None:
+            yield
+            return
+        import torch
+
+        from gkd.modeling.compiling import allow_compiling
+
+        with allow_compiling(strict=False) if allowed else torch.compiler.set_stance("force_eager"):
+            yield
 
     def _score(self, chosen: list[tuple[int, ScoreRequest]]) -> list[_RequestRows]:
 
@@ -206,7 +221,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         for shape, members in by_shape.items():
             places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
             at = self._to_device(np.concatenate(places))
-            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device])
+            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device], self._sums)
             ends = np.cumsum([len(own) for own in places]).tolist()
             for i, own, end in zip(members, places, ends, strict=True):
                 scored.append(_RequestRows(*chosen[i], rows, end - len(own), end))
@@ -251,7 +266,8 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, longest - len(prompt) :] = 1
-        with torch.inference_mode(), use_padded_rows(self.model):
+        # Decoding has another shape at every token.
+        with torch.inference_mode(), use_padded_rows(self.model), self._compiling(allowed=False):
             sequences = self.model.generate(
                 ids.to(self.device),
                 attention_mask=mask.to(self.device),
@@ -264,6 +280,28 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         for (key, request), row in zip(chosen, new, strict=True):
             ends = np.flatnonzero(np.isin(row, self._stop_ids))
             yield key, row[: min(request.max_tokens, int(ends[0]) + 1 if len(ends) else len(row))]
+
+
+def _compile(lm: PreTrainedModel, spec: EngineSpec) -> Callable[[Tensor, Tensor | None, float], RowSums] | None:
+    """Have the layers of ``lm`` run as fewer kernels on a GPU; returns ``sum_rows``, compiled.
+
+    None where they are left as they are: ``enforce_eager``, models that are small, padded or not dense, and machines on
+    which torch cannot compile.
+    """
+    if spec.device == "cpu" or spec.settings.enforce_eager:
+        return None
+    import torch
+
+    from gkd.inference.scored_rows import sum_rows
+    from gkd.modeling.backbone import is_packed
+    from gkd.modeling.compiling import CompileSetting, compile_function, compile_layers
+
+    name = f"{spec.section}.enforce_eager"
+    setting = CompileSetting(spec.name, "auto", f"{name}=false", f"{name}=true computes without")
+    if not compile_layers(lm, setting, torch.device(spec.device), is_packed(lm), dynamic=None):
+        return None
+    sums: Callable[[Tensor, Tensor | None, float], RowSums] = compile_function(sum_rows, dynamic=None)
+    return sums
 
 
 def _load(spec: EngineSpec) -> PreTrainedModel:

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gkd.actor.batches import pack
 from gkd.actor.collate import collate
-from gkd.actor.compiling import compile_layers
+from gkd.actor.compiling import compile_student
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.config import Algorithm, Rollout
@@ -83,7 +83,7 @@ def main() -> None:
     if device.type == "cuda":
         students = [student.bfloat16() for student in students]
     plain, compiled = students
-    compiled.compilation = compile_layers(compiled.lm, True, options.tokens, device, compiled.is_packed)
+    compiled.compilation = compile_student(compiled.lm, True, options.tokens, device, compiled.is_packed)
     packs = [micro.to(device) for micro in micro_batches(options.tokens, 0)]
     began = time.perf_counter()
     for micro in packs:

@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-no
 from torch.profiler import profile
 
 from gkd.config.device import Device, EngineLoad
-from gkd.inference.scored_rows import RowShape, score_rows
+from gkd.inference.scored_rows import RowShape, score_rows, sum_rows
 from gkd.inference.torch_scorer import TorchScorer
 
 N, VOCABULARY = 64, 8192
@@ -48,3 +48,22 @@ def _planned(k: int, device: Device) -> float:
         pass_bytes=0, n_sequences=1, longest=N, scored=1.0, top_k=k,
     )  # fmt: skip
     return TorchScorer.memory(load)["activations"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("k", [0, 1, 8, VOCABULARY - 1, VOCABULARY])
+def test_sums_of_rows_give_the_same_scores(k: int, temperature: float, dtype: torch.dtype) -> None:
+    """With many ties, as bfloat16 has, rows whose tail is next to nothing, and tokens that are masked."""
+    logits = 3 * torch.randn(N, VOCABULARY).to(dtype)
+    logits[0, :8] += 200  # what is left of the probability is far below what float32 resolves beside 1
+    logits[1, 5:] = -torch.inf
+    logits[2] = 0
+    tokens, shape = torch.randint(0, 5, (N,)), RowShape(temperature, VOCABULARY, k)
+    expected = score_rows(lambda _: logits.clone(), torch.zeros(N, 2), tokens, shape, 1 << 30)
+    by_sums = score_rows(lambda _: logits, torch.zeros(N, 2), tokens, shape, 1 << 30, sum_rows)
+    assert torch.equal(by_sums.ids, expected.ids)
+    torch.testing.assert_close(by_sums.token_logprobs, expected.token_logprobs)
+    torch.testing.assert_close(by_sums.logprobs, expected.logprobs)
+    assert (by_sums.tails is None) == (k in (0, VOCABULARY))
+    torch.testing.assert_close(by_sums.tails, expected.tails, rtol=1e-5, atol=2e-5)

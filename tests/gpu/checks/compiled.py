@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gkd.actor import compiling
-from gkd.actor.compiling import compile_layers
+from gkd.actor.compiling import compile_student
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.config import Algorithm, Rollout
 from gkd.losses.objective import objective
+from gkd.modeling import compiling
 from tests.actor import models
 from tests.gpu.checks.context import Context, require
 from tests.gpu.checks.loss import note_losses
@@ -34,7 +34,7 @@ def layers(context: Context) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(context.scratch / "compiled")
     plain, compiled = (load(context.scratch / "compiled").to(device, dtype) for _ in range(2))
-    compiled.compilation = compile_layers(compiled.lm, True, BUDGET, torch.device(device), compiled.is_packed)
+    compiled.compilation = compile_student(compiled.lm, True, BUDGET, torch.device(device), compiled.is_packed)
     require(compiled.compilation is not None, "no layer is compiled")
     worst = max(difference(plain, compiled, n, device) for n in (3, 12, 25))
     context.note(worst=worst)

@@ -157,9 +157,10 @@ def _student(path: Path, context: Context) -> tuple[Any, Any]:
     import torch
     import torch.distributed as dist
 
-    from gkd.actor import compiling
+    from gkd.actor.compiling import compile_student
     from gkd.actor.copies import Copies
     from gkd.actor.loading import load_sharded
+    from gkd.modeling import compiling
 
     if context.rehearsal:
         compiling.BACKEND = "aot_eager"
@@ -170,7 +171,7 @@ def _student(path: Path, context: Context) -> tuple[Any, Any]:
     budget = 2 * _sizes(context).budget
     student = load_sharded(
         str(path / "student"), copies.mesh, device, torch.bfloat16,
-        compiled=lambda lm, packed: compiling.compile_layers(lm, True, budget, device, packed),
+        compiled=lambda lm, packed: compile_student(lm, True, budget, device, packed),
     )  # fmt: skip
     return student, device
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from gkd.actor import compiling
-from gkd.actor.compiling import Compilation, compile_layers, is_compile_failure, pack_size
+from gkd.actor.compiling import Compilation, compile_setting, compile_student, pack_size
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.losses.objective import objective
+from gkd.modeling import compiling
+from gkd.modeling.compiling import is_compile_failure
 from tests.actor import models
 from tests.families import make
 from tests.losses.test_micro_batch import micro_batch
@@ -64,7 +65,7 @@ def students(model: object, path: Path, **settings: object) -> tuple[Student, St
     model.save_pretrained(path)
     plain, compiled = load(path, **settings), load(path, **settings)
     compiled.load_state_dict(plain.state_dict())  # adapters begin at random
-    compiled.compilation = compile_layers(compiled.lm, True, BUDGET, CPU, compiled.is_packed)
+    compiled.compilation = compile_student(compiled.lm, True, BUDGET, CPU, compiled.is_packed)
     assert compiled.compilation == Compilation(BUDGET, dynamic=not compiled.is_packed, strict=True)
     return plain, compiled
 
@@ -126,14 +127,14 @@ def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path)
 def test_auto_is_gpus_and_dense_models_that_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "find_obstacle", lambda device: None)  # no GPU is needed to know
     lm = models.make("llama")
-    assert compile_layers(lm, "auto", BUDGET, CUDA, True) is None
+    assert compile_student(lm, "auto", BUDGET, CUDA, True) is None
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
-    assert compile_layers(lm, "auto", BUDGET, CPU, True) is None
-    assert compile_layers(lm, "auto", BUDGET, CUDA, False) is None
-    assert compile_layers(make("mixtral", 0), "auto", BUDGET, CUDA, True) is None
-    assert compile_layers(make("qwen3_moe", 0), "auto", BUDGET, CUDA, True) is None
-    assert compile_layers(lm, False, BUDGET, CUDA, True) is None
-    assert compile_layers(lm, "auto", BUDGET, CUDA, True) == Compilation(BUDGET, dynamic=False, strict=False)
+    assert compile_student(lm, "auto", BUDGET, CPU, True) is None
+    assert compile_student(lm, "auto", BUDGET, CUDA, False) is None
+    assert compile_student(make("mixtral", 0), "auto", BUDGET, CUDA, True) is None
+    assert compile_student(make("qwen3_moe", 0), "auto", BUDGET, CUDA, True) is None
+    assert compile_student(lm, False, BUDGET, CUDA, True) is None
+    assert compile_student(lm, "auto", BUDGET, CUDA, True) == Compilation(BUDGET, dynamic=False, strict=False)
 
 
 def test_a_machine_that_cannot_compile_is_named_at_the_start(
@@ -142,10 +143,10 @@ def test_a_machine_that_cannot_compile_is_named_at_the_start(
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
     with pytest.raises(ConfigError, match=r"^actor\.compile=true: .*division by zero.*; actor\.compile="):
-        compile_layers(models.make("llama"), True, BUDGET, CPU, True)
+        compile_student(models.make("llama"), True, BUDGET, CPU, True)
     reason = compiling.find_obstacle(CPU)
     monkeypatch.setattr(compiling, "find_obstacle", lambda device: reason)
-    assert compile_layers(models.make("llama"), "auto", BUDGET, CUDA, True) is None
+    assert compile_student(models.make("llama"), "auto", BUDGET, CUDA, True) is None
     assert "(actor.compile=auto): torch could" in caplog.messages[-1]
 
 
@@ -162,11 +163,11 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
         loss_and_gradients(strict, 0, 4)
     assert is_compile_failure(failure.value)
     assert not is_compile_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    text = compiling.compile_failure_text(failure.value, "auto")
+    text = compile_setting("auto").failure_text(failure.value)
     assert text.startswith("actor.compile=auto: ") and "ZeroDivisionError" in text
     torch.compiler.reset()
     loose = load(tmp_path)
-    loose.compilation = compile_layers(loose.lm, "auto", BUDGET, CUDA, True)
+    loose.compilation = compile_student(loose.lm, "auto", BUDGET, CUDA, True)
     compare(plain, loose, seed=0)
     (message,) = [message for message in caplog.messages if "ZeroDivisionError" in message]
     assert "(actor.compile=auto): " in message
@@ -176,4 +177,4 @@ def test_a_model_says_which_layers_are_alike() -> None:
     lm = AutoModelForCausalLM.from_config(models.make("llama").config)
     lm._no_split_modules = None
     with pytest.raises(ConfigError, match="are alike"):
-        compile_layers(lm, True, BUDGET, CPU, True)
+        compile_student(lm, True, BUDGET, CPU, True)
