@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -33,6 +33,7 @@ FLOAT_BYTES = 4
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+ProcessResult = TypeVar("ProcessResult")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,10 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     def has_lost_process(self) -> bool:
         """Return whether a process of the engine's has died, which is then why it failed."""
         return False
+
+    def call_processes(self, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
+        """Return what ``function`` returns in each process of the engine's other than this one, which has none."""
+        return []
 
     def cache_bytes(self) -> int | None:
         """Return the size that the engine measured for its cache, on each GPU; None where it measures nothing."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing.connection
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, ManagedMemory
+from gkd.inference.engine import EngineSpec, ManagedMemory, ProcessResult
 from gkd.inference.vllm_environment import compile_apart, meet_in_session
 
 if TYPE_CHECKING:
@@ -91,15 +92,26 @@ def engine_arguments(
 
 
 def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
-    """Start ``vllm.LLM`` with arguments of :func:`engine_arguments`. vLLM raises what it likes when it cannot."""
+    """Start ``vllm.LLM`` with arguments of :func:`engine_arguments`. vLLM raises what it likes when it cannot.
+
+    RuntimeError with the reason where that was in another process than this one.
+    """
     from vllm import LLM
+
+    from gkd.weights.vllm_plugin import noting_errors
 
     # An engine makes several collections while it starts, each of which would search all that was imported: that is
     # more than half of its time. vLLM does the same once it has started.
     gc.freeze()
     compile_apart(device)
     meet_in_session()
-    return LLM(**arguments)
+    with noting_errors() as first_error:
+        try:
+            return LLM(**arguments)
+        except Exception as error:
+            if (reason := first_error()) is None:
+                raise
+            raise RuntimeError(reason) from error
 
 
 def cache_bytes(llm_engine: Any) -> int | None:
@@ -111,6 +123,19 @@ def cache_bytes(llm_engine: Any) -> int | None:
 def _measured_cache(worker: Any) -> int | None:
     size = getattr(worker, "available_kv_cache_memory_bytes", None)
     return None if size is None else int(size)
+
+
+def call_processes(llm_engine: Any, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
+    """Return what ``function`` returns in each process of the engine; nothing where it computes in this one."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if isinstance(llm_engine.engine_core.engine_core.model_executor, UniProcExecutor):
+        return []
+    return list(llm_engine.collective_rpc(_call, args=(function,)))
+
+
+def _call(_: Any, function: Callable[[], ProcessResult]) -> ProcessResult:
+    return function()
 
 
 class Follower:

@@ -1,20 +1,21 @@
-"""Sampling with vLLM, in this process."""
+"""Sampling with vLLM, whose scheduler is in this process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.engine import EngineSpec, InferenceEngine, ProcessResult
 from gkd.inference.vllm_environment import share_gpu_of_worker
 from gkd.inference.vllm_lifecycle import (
     VLLM_MEMORY,
     Follower,
     cache_bytes,
+    call_processes,
     engine_arguments,
     has_lost_process,
     sleep,
@@ -159,6 +160,10 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         for name in not_begun:
             self._submit(name, self._requests[name], version)
 
+    def call_processes(self, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
+        """Return what ``function`` returns in each of the processes that the engine has started."""
+        return call_processes(self.engine, function)
+
     def cache_bytes(self) -> int | None:
         """Return the size of the cache on each GPU, where vLLM measured it."""
         return cache_bytes(self.engine)
@@ -231,6 +236,10 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         seeded=True,
         with_tokenizer=bool(spec.settings.stop),  # which finds the texts that end a response
     )
+    if spec.device == "cuda" and (spec.weights is None or spec.weights.transfer_class.gpu_to_gpu):
+        # What vLLM's scheduler and its model runner do on the host between two passes is beside each other then.
+        # Weights that come through the host would have to go on to the other process.
+        arguments["distributed_executor_backend"] = "mp"
     if spec.lora is not None:
         from gkd.weights import vllm_adapter
 
@@ -238,6 +247,8 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.weights is None:
         return arguments
     vllm_plugin.register()
+    if arguments["distributed_executor_backend"] != "uni":
+        vllm_plugin.require_installed()
     if spec.weights.transfer_class.ray_executor:
         os.environ.update(share_gpu_of_worker())
         arguments["distributed_executor_backend"] = "ray"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gkd.cluster.workers.activity import report_here
+from gkd.cluster.workers.activity import memory_here, report_here
 from gkd.config import Config
 from gkd.config.device import NodeSpan
 from gkd.inference.engine import EngineSpec, InferenceEngine
@@ -30,6 +30,8 @@ class RolloutWorker:
         self.config, self.rank = config, spec.rank
         self.engine: InferenceEngine[SampleRequest, Sample] = config.rollout.engine_class(replace(spec, span=span))
         self._cache_bytes: int | None = self.engine.cache_bytes()
+        self._memory: list[dict[str, float]] = []
+        self._measure()
         self.output_queue = OutputQueue(config.rollout.slots)
         self.pipeline = ScoringPipeline(config, spec.model_path, spec.rank, self.output_queue.put)
         self.loop = EngineLoop(self.engine, spec.rank, config.weights.timeout_s)
@@ -60,8 +62,15 @@ class RolloutWorker:
         return self.engine.forward_passes, self.sampler.n_unfinished + len(self.loop)
 
     def report(self) -> dict[str, Any]:
-        """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""
-        return report_here()
+        """Return memory and activity of this worker, see :func:`gkd.cluster.workers.activity.report_here`.
+
+        Of the engine's further processes it is the memory at the report before: only the loop's thread may call them.
+        """
+        self.loop.submit(self._measure)
+        return report_here(self._memory)
+
+    def _measure(self) -> None:
+        self._memory = self.engine.call_processes(memory_here)
 
     def serve(self) -> None:
         """Run the engine for as long as this process lives. What it raises also comes out of :meth:`stream_samples`."""

@@ -1,4 +1,4 @@
-"""Registers this project's weight backends in every vLLM process, also the children of a tensor-parallel engine.
+"""What every process of vLLM's loads of this project: its weight backends, and a note of why it did not start.
 
 vLLM loads what is named under the entry point ``vllm.general_plugins`` (see pyproject.toml) as each of its processes
 starts, so nothing heavy is imported here.
@@ -6,17 +6,65 @@ starts, so nothing heavy is imported here.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from gkd.errors import ConfigError, describe_error
+
 BACKENDS = {
     "gkd": ("gkd.weights.vllm_backend", "BucketTransferEngine"),
     "gkd_nccl_m2n": ("gkd.weights.vllm_m2n", "M2NTransferEngine"),
 }
 """Modules and classes by their names in ``weight_transfer_config``."""
+_NOTES = "GKD_VLLM_ERRORS"  # in the environment: the file to note errors in
 
 
 def register() -> None:
-    """Make the backends known to vLLM, once a process."""
+    """Make the backends known to vLLM, once a process, and note errors where whoever starts the process reads them."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     for name, (module, engine) in BACKENDS.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
+    if (path := os.environ.get(_NOTES)) is not None:
+        library = WeightTransferEngineFactory.__module__.partition(".")[0]
+        logging.getLogger(library).addHandler(_Notes(path))
+
+
+def require_installed() -> None:
+    """Raise ConfigError where vLLM's processes would not find this project, which is run without being installed."""
+    if all(point.name != "gkd" for point in metadata.entry_points(group="vllm.general_plugins")):
+        raise ConfigError("gkd is not installed, and vLLM's processes find nothing of it: pip install -e .")
+
+
+@contextlib.contextmanager
+def noting_errors() -> Iterator[Callable[[], str | None]]:
+    """Have processes of vLLM's that start meanwhile note their errors; yields what returns the first one, or None.
+
+    vLLM itself states that one of them did not start, and leaves the reason to its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="gkd-vllm-") as directory:
+        file = Path(directory, "errors")
+        os.environ[_NOTES] = str(file)
+        try:
+            yield lambda: file.read_text().splitlines()[0] if file.exists() else None
+        finally:
+            del os.environ[_NOTES]
+
+
+class _Notes(logging.Handler):
+    """Adds the error of a record to a file, in a line; nothing once the file's directory is gone."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.ERROR)
+        self._path = Path(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            with contextlib.suppress(OSError), self._path.open("a") as file:
+                file.write(f"{describe_error(record.exc_info[1])}\n")

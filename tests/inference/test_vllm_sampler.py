@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from gkd.config import load
+from gkd.config.device import Device
+from gkd.data.model_info import ModelInfo
+from gkd.errors import ConfigError
+from gkd.inference import vllm_sampler
+from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_sampler import VLLMSampler
+from gkd.weights import vllm_plugin
 
 
 def test_what_a_pass_under_way_finishes_is_answered_once() -> None:
@@ -24,3 +36,37 @@ def test_what_a_pass_under_way_finishes_is_answered_once() -> None:
 
     sampler.pause()
     assert sampler.forward_passes == 2 and sampler.step() == [(1, "one")]
+
+
+@pytest.mark.parametrize(
+    ("device", "transfer", "executor"),
+    [("cuda", "ipc", "mp"), ("cuda", "nccl", "mp"), ("cuda", "object_store", "uni"), ("cpu", "object_store", "uni")],
+)
+def test_the_model_runner_on_a_gpu_is_a_process_of_its_own_that_weights_come_to(
+    device: Device, transfer: str, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes through the host comes to this process."""
+    monkeypatch.setattr(vllm_plugin, "register", lambda: None)  # it imports vLLM
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [SimpleNamespace(name="gkd")])
+    config = load({"weights": {"transfer": transfer}})
+    spec = EngineSpec.for_rollout(config, "path", ModelInfo(96, 128, [2], 96), 64, 0, device)
+    assert vllm_sampler._arguments(spec)["distributed_executor_backend"] == executor
+
+
+def test_engines_of_further_processes_need_the_project_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    with pytest.raises(ConfigError, match=r"pip install"):
+        vllm_plugin.require_installed()
+
+
+def test_an_error_of_another_process_is_noted() -> None:
+    with vllm_plugin.noting_errors() as first_error:
+        assert first_error() is None
+        handler = vllm_plugin._Notes(os.environ[vllm_plugin._NOTES])
+        for number in (1, 2):
+            error = ValueError(f"no memory\nof GPU {number}")
+            handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "failed", (), (ValueError, error, None)))
+        handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "without an error", (), None))
+        assert first_error() == "ValueError: no memory of GPU 1"
+    assert vllm_plugin._NOTES not in os.environ
+    handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "later", (), (ValueError, ValueError(), None)))

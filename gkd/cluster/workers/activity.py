@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -93,18 +93,28 @@ def record_activity(
     return decorate
 
 
-def report_here() -> dict[str, Any]:
-    """Return ``memory`` (:func:`memory_here`), ``clock`` and ``spans`` of this process."""
+def report_here(further: Sequence[Mapping[str, float]] = ()) -> dict[str, Any]:
+    """Return ``memory``, ``clock`` and ``spans`` of this process.
+
+    ``memory`` is :func:`memory_here`, with what ``further`` processes of the worker measured: the sum on the host, and
+    the largest of everything else, which each has on its own GPU.
+    """
     clock, spans = HERE.take()
-    return {"memory": memory_here(), "clock": clock, "spans": [tuple(span) for span in spans]}
+    memory = memory_here()
+    for its in further:
+        memory |= {
+            name: memory[name] + value if name == "process_gb" else max(value, memory.get(name, value))
+            for name, value in its.items()
+        }
+    return {"memory": memory, "clock": clock, "spans": [tuple(span) for span in spans]}
 
 
 def memory_here() -> dict[str, float]:
     """Return memory/GROUP/* of this process.
 
     process_gb, resident on the host; allocated_gb, reserved_gb and peak_gb of torch on a GPU, how often its allocator
-    had to start over (alloc_retries) or gave up (ooms). The GPU's are left out where none is used, as on a CPU and in
-    the leader of a tensor-parallel engine, which computes in other processes.
+    had to start over (alloc_retries) or gave up (ooms). The GPU's are left out where none is used, as on a CPU and
+    where an engine computes in further processes.
     """
     import psutil
 
