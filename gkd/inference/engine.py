@@ -161,6 +161,9 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Of an engine that scores: tokens of one forward pass, unless one sequence has more."""
     logit_bytes: ClassVar[Mapping[Device, int]] = {"cpu": 64 << 20, "cuda": 512 << 20}
     """Of an engine that scores: float32 logits that it has at a time, and up to three temporaries as large."""
+    compiled_speed: ClassVar[float] = 1.0
+    """Of an engine that scores, on a GPU and without ``enforce_eager``: the rate at which a pass computes, in those of
+    ``plan.efficiency``."""
     result_bytes: ClassVar[float] = math.inf
     """Of an engine that scores: results of unfinished requests that it holds at most."""
 

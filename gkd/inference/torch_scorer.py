@@ -81,6 +81,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
     """
 
     can_score = True
+    compiled_speed = 1.9  # 81,920 tokens of a 1.5B in 0.55 s on an H200; 0.83 s with enforce_eager
 
     def __init__(self, spec: EngineSpec) -> None:
         spec.require_positions()

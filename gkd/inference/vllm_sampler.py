@@ -236,9 +236,10 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         seeded=True,
         with_tokenizer=bool(spec.settings.stop),  # which finds the texts that end a response
     )
-    if spec.device == "cuda" and (spec.weights is None or spec.weights.transfer_class.gpu_to_gpu):
+    through_host = spec.weights is not None and spec.lora is None and not spec.weights.transfer_class.gpu_to_gpu
+    if spec.device == "cuda" and not through_host:
         # What vLLM's scheduler and its model runner do on the host between two passes is beside each other then.
-        # Weights that come through the host would have to go on to the other process.
+        # Whole weights that come through the host would have to go on to the other process.
         arguments["distributed_executor_backend"] = "mp"
     if spec.lora is not None:
         from gkd.weights import vllm_adapter

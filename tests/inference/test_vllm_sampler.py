@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 from gkd.config import load
 from gkd.config.device import Device
 from gkd.data.model_info import ModelInfo
-from gkd.errors import ConfigError
 from gkd.inference import vllm_sampler
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_sampler import VLLMSampler
@@ -51,22 +48,3 @@ def test_the_model_runner_on_a_gpu_is_a_process_of_its_own_that_weights_come_to(
     config = load({"weights": {"transfer": transfer}})
     spec = EngineSpec.for_rollout(config, "path", ModelInfo(96, 128, [2], 96), 64, 0, device)
     assert vllm_sampler._arguments(spec)["distributed_executor_backend"] == executor
-
-
-def test_engines_of_further_processes_need_the_project_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
-    with pytest.raises(ConfigError, match=r"pip install"):
-        vllm_plugin.require_installed()
-
-
-def test_an_error_of_another_process_is_noted() -> None:
-    with vllm_plugin.noting_errors() as first_error:
-        assert first_error() is None
-        handler = vllm_plugin._Notes(os.environ[vllm_plugin._NOTES])
-        for number in (1, 2):
-            error = ValueError(f"no memory\nof GPU {number}")
-            handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "failed", (), (ValueError, error, None)))
-        handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "without an error", (), None))
-        assert first_error() == "ValueError: no memory of GPU 1"
-    assert vllm_plugin._NOTES not in os.environ
-    handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "later", (), (ValueError, ValueError(), None)))

@@ -22,9 +22,10 @@ from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.planning.transfer import transfer_of
 
 READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
-# What the host does for a step of vLLM's and for each of its sequences, beside the GPU, which works at the step before.
-# 512 steps of 128 sequences of a 0.5B model took 2.45 s on an H100 and 2.98 on another machine's H200, a third busy.
-ENGINE_STEP_S, ENGINE_SEQUENCE_S = 1.8e-3, 26e-6
+# What the host does for a step of vLLM's model runner, and for each sequence in its scheduler, beside the GPU, which
+# works at the step before. 512 steps of 128 sequences of a 0.5B model took 1.53 s on an H200 and 2.19 s on another
+# one's machine. With both in one process, one after the other, it was 2.13 s on the first, and 2.45 s on an H100's.
+ENGINE_STEP_S, ENGINE_SEQUENCE_S = 1.8e-3, 28e-6
 NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
 SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
 HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
@@ -171,9 +172,11 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     tp = engine.tensor_parallel_size
     read = c * weights_read(shape, n) + n * context * tp * kv_bytes(shape, tp, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
-    on_host = ENGINE_STEP_S + n * ENGINE_SEQUENCE_S
+    adapter, by_process = layout.config.weights.adapter_only, (ENGINE_STEP_S, n * ENGINE_SEQUENCE_S)
+    beside = tp > 1 or adapter or TRANSFERS.load(transfer_of(layout)).gpu_to_gpu  # as the engine itself decides
+    on_host = max(by_process) if beside else sum(by_process)
     step = max(on_host, read / reading, computed) + network_s(layout, shape, engine, n)
-    return step * (ADAPTER_TOKEN if layout.config.weights.adapter_only else 1.0)
+    return step * (ADAPTER_TOKEN if adapter else 1.0)
 
 
 def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) -> float:
@@ -201,8 +204,10 @@ def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float
     shape, workload, length = layout.models.shape_of(group), layout.workload(), layout.workload().length
     if isinstance(pool, RewardModel):
         return length * forward_flops(shape, length / 2) / layout.hardware.flops
-    n_rows = length if engine_class(pool, shape).managed_memory else workload.response
+    its = engine_class(pool, shape)
+    n_rows = length if its.managed_memory else workload.response
     rate, _ = _engine_speed(layout, pool.tensor_parallel_size)
+    rate *= 1.0 if layout.hardware.is_cpu or pool.enforce_eager else its.compiled_speed
     computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
     return computed + network_s(layout, shape, pool, length)
 

@@ -59,10 +59,9 @@ def sampling(context: Context) -> None:
         "rollout", str(path / "student"), ModelInfo(sizes.words, 4096, [], sizes.words), settings, device,
         "float32" if context.rehearsal else "bfloat16", max_length=sizes.prompt + sizes.response,
     )  # fmt: skip
-    usual = vllm_sampler.engine_arguments
-    for executor in ("uni", "mp"):  # in one process, as the engines of one GPU are, and with the GPU's part in another
-        arguments = functools.partial(_with_executor, usual, executor)
-        vllm_sampler.engine_arguments = arguments  # type: ignore[assignment]
+    usual = vllm_sampler._arguments
+    for executor in ("uni", "mp"):  # in one process, and with the GPU's part in another, as engines on GPUs are
+        vllm_sampler._arguments = functools.partial(_with_executor, usual, executor)
         began = time.monotonic()
         engine = vllm_sampler.VLLMSampler(spec)
         context.note({f"{executor}_start_s": time.monotonic() - began})
@@ -74,8 +73,8 @@ def sampling(context: Context) -> None:
             engine.close()
 
 
-def _with_executor(usual: Callable[..., dict[str, Any]], executor: str, *args: Any, **further: Any) -> dict[str, Any]:
-    return {**usual(*args, **further), "distributed_executor_backend": executor}
+def _with_executor(usual: Callable[..., dict[str, Any]], executor: str, spec: Any) -> dict[str, Any]:
+    return {**usual(spec), "distributed_executor_backend": executor}
 
 
 def _note_sampling(context: Context, executor: str, engine: Any, prompts: list[Any], response: int) -> None:

@@ -41,7 +41,8 @@ def test_the_quick_estimate_of_a_step(hosts: dict[str, str], seconds: float) -> 
 
 def test_scoring_is_near_the_measured_rate() -> None:
     """Qwen2.5's 1.5B, 128 sequences of 1,024 tokens: 76,394 tokens/s with the top 64 of every row."""
-    s = layout_of(*H200, "trainer.batch_size=128", "data.max_prompt_length=512", "rollout.max_response_length=512")
+    lengths = ("trainer.batch_size=128", "data.max_prompt_length=512", "rollout.max_response_length=512")
+    s = layout_of(*H200, *lengths, "teacher.engine=vllm")
     assert 128 * 1024 / score_s(s, "teacher", s.config.teacher) == pytest.approx(76_394, rel=0.1)
 
 
@@ -53,11 +54,19 @@ def test_layers_alone_are_near_the_measured_rate(model: str, measured: float) ->
 
 
 def test_a_step_is_near_the_measured_one() -> None:
-    """TRL with vLLM, all on one GPU, 128 x (128 + 512) tokens: 2.46 s of sampling, 4.95 s a step."""
-    s = layout_of(*H200, "trainer.batch_size=128", "data.max_prompt_length=128", "rollout.max_response_length=512")
+    """All on one GPU, 128 x (128 + 512) tokens, on two machines (2026-11-26_gpu.md); the first with eager scoring."""
+    lengths = ("trainer.batch_size=128", "data.max_prompt_length=128", "rollout.max_response_length=512")
+    s = layout_of(*H200, "placement=single_gpu", *lengths)
     stages = stages_of(s)
-    assert stages.generate == pytest.approx(2.46, rel=0.15)
-    assert stages.generate + stages.score + stages.update == pytest.approx(4.95, rel=0.15)
+    assert stages.generate == pytest.approx((1.53 + 2.19) / 2, rel=0.1)
+    assert stages.score == pytest.approx(0.557, rel=0.1)
+    assert stages.update == pytest.approx((0.84 + 0.97) / 2, rel=0.2)
+    assert stages.sync == pytest.approx((0.085 + 0.148) / 2, rel=0.2)
+    assert quick_step_s(stages, dict.fromkeys(("actor", "rollout", "teacher"), "actor")) == pytest.approx(3.83, rel=0.1)
+    eager = stages_of(layout_of(*H200, "placement=single_gpu", *lengths, "teacher.enforce_eager=true"))
+    assert eager.score == pytest.approx(0.835, rel=0.3)
+    in_one_process = stages_of(layout_of(*H200, *lengths, "weights.transfer=object_store"))
+    assert in_one_process.generate == pytest.approx((2.13 + 2.45) / 2, rel=0.25)
 
 
 def test_more_gpus_take_less_time() -> None:
@@ -86,7 +95,7 @@ def test_what_costs_time_does() -> None:
     once, twice = (layout_of("+recipe=sft", *H200[1::2], f"actor.epochs={n}") for n in (1, 2))
     assert update_s(twice, 1, 1) == pytest.approx(2 * update_s(once, 1, 1))  # the data's answers have none
     longer = layout_of(*H200, "rollout.max_response_length=512")
-    assert generate_s(longer, longer.config.rollout) > 1.8 * generate_s(s, s.config.rollout)
+    assert generate_s(longer, longer.config.rollout) > 1.6 * generate_s(s, s.config.rollout)
 
 
 def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
@@ -131,7 +140,7 @@ def test_an_adapter_alone_is_sent_at_once_and_costs_every_token() -> None:
     alone = layout_of(*H200, "actor.lora.r=16", "rollout.engine=vllm", "weights.adapter_only=true")
     assert transfer_of(alone) == "object_store"
     assert stages_of(alone).sync < 0.1 * stages_of(layout_of(*H200, "weights.transfer=object_store")).sync
-    assert 1.25 < stages_of(alone).generate / stages_of(merged).generate < 1.35
+    assert 1.2 < stages_of(alone).generate / stages_of(merged).generate < 1.35
 
 
 def test_a_slow_network_is_what_an_actor_of_several_nodes_waits_for() -> None:

@@ -1,0 +1,31 @@
+"""What vLLM's processes need of this project, and what they note of their errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import metadata
+
+import pytest
+
+from gkd.errors import ConfigError
+from gkd.weights import vllm_plugin
+
+
+def test_engines_of_further_processes_need_the_project_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    with pytest.raises(ConfigError, match=r"pip install"):
+        vllm_plugin.require_installed()
+
+
+def test_an_error_of_another_process_is_noted() -> None:
+    with vllm_plugin.noting_errors() as first_error:
+        assert first_error() is None
+        handler = vllm_plugin._Notes(os.environ[vllm_plugin._NOTES])
+        for number in (1, 2):
+            error = ValueError(f"no memory\nof GPU {number}")
+            handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "failed", (), (ValueError, error, None)))
+        handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "without an error", (), None))
+        assert first_error() == "ValueError: no memory of GPU 1"
+    assert vllm_plugin._NOTES not in os.environ
+    handler.emit(logging.LogRecord("vllm", logging.ERROR, "", 0, "later", (), (ValueError, ValueError(), None)))
