@@ -1,4 +1,4 @@
-"""What every process of vLLM's loads of this project: its weight backends, and a note of why it did not start.
+"""What every process of vLLM's loads of this project: its weight backends, how it ends, a note of why it did not start.
 
 vLLM loads what is named under the entry point ``vllm.general_plugins`` (see pyproject.toml) as each of its processes
 starts, so nothing heavy is imported here.
@@ -7,8 +7,11 @@ starts, so nothing heavy is imported here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -21,11 +24,15 @@ BACKENDS = {
     "gkd_nccl_m2n": ("gkd.weights.vllm_m2n", "M2NTransferEngine"),
 }
 """Modules and classes by their names in ``weight_transfer_config``."""
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _NOTES = "GKD_VLLM_ERRORS"  # in the environment: the file to note errors in
 
 
 def register() -> None:
-    """Make the backends known to vLLM, once a process, and note errors where whoever starts the process reads them."""
+    """Make the backends known to vLLM, once a process.
+
+    A process that an engine of this project starts ends with the one that started it, and notes its errors for that.
+    """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     for name, (module, engine) in BACKENDS.items():
@@ -34,6 +41,10 @@ def register() -> None:
     if (path := os.environ.get(_NOTES)) is not None:
         library = WeightTransferEngineFactory.__module__.partition(".")[0]
         logging.getLogger(library).addHandler(_Notes(path))
+        if multiprocessing.parent_process() is not None:
+            # vLLM has them end by themselves, which one that waits for its GPU does not come to. The thread that starts
+            # an engine is the one that it works on until the worker ends.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def require_installed() -> None:

@@ -1,0 +1,73 @@
+"""An engine whose model runner is a process of its own, as on a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gkd.cluster.workers.environment import environment
+from gkd.config import load
+from gkd.data.model_info import ModelInfo
+from gkd.inference import vllm_sampler
+from gkd.inference.engine import EngineSpec
+from gkd.inference.vllm_lifecycle import call_processes, start_llm
+from tests.vllm.conftest import VLLM_LENGTH, VLLM_VOCABULARY
+
+
+def main(whole: str, broken: str) -> None:
+    """Start an engine from a directory that is not whole, and one from one that is; then wait to be killed."""
+    os.environ.update(environment("cpu", []))
+    info, config = (
+        ModelInfo(VLLM_VOCABULARY, VLLM_LENGTH, [2], VLLM_VOCABULARY),
+        load({"weights": {"transfer": "auto"}}),
+    )
+    for path in (broken, whole):
+        spec = EngineSpec.for_rollout(config, path, info, 64, 0, "cpu")
+        try:
+            llm = start_llm({**vllm_sampler._arguments(spec), "distributed_executor_backend": "mp"}, "cpu")
+        except RuntimeError as error:
+            print(f"failure: {error}", flush=True)
+        else:
+            print(f"process: {call_processes(llm.llm_engine, os.getpid)[0]}", flush=True)
+            signal.pause()
+
+
+def test_a_process_of_an_engine_says_why_it_does_not_start_and_ends_with_its_worker(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Also one that does not come to ending by itself, as it waits for its GPU."""
+    for file in tiny_llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5000])
+    command = [sys.executable, "-m", "tests.vllm.inference.test_processes", str(tiny_llama), str(tmp_path)]
+    lines: dict[str, str] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+        try:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                name, _, text = line.partition(": ")
+                lines[name] = text.strip()
+                if name == "process":
+                    break
+            runner = psutil.Process(int(lines["process"]))
+            runner.suspend()
+        finally:
+            worker.kill()
+    assert lines["failure"].startswith("SafetensorError: ")
+    try:
+        runner.wait(10)
+    except psutil.TimeoutExpired:
+        if runner.status() != psutil.STATUS_ZOMBIE:  # nobody here waits for it
+            runner.kill()
+            pytest.fail("the model runner outlived its worker")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
