@@ -6,7 +6,7 @@ All shapes of a compiled layer are those of a pack, and packs are padded to a fe
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from gkd.config.actor import pack_size
 from gkd.errors import ConfigError
 from gkd.losses.micro_batch import MicroBatch
+from gkd.losses.outcomes import Kernels
 from gkd.modeling.compiling import CompileSetting, allow_compiling, compile_layers
 
 LIGERS_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -30,6 +31,8 @@ class Compilation:
     budget: int
     dynamic: bool
     strict: bool
+    kernels: Kernels = field(default_factory=Kernels.compile, compare=False)
+    """Of the loss."""
 
     def pad(self, micro: MicroBatch) -> MicroBatch:
         """Return a pack of one of the sizes; what it has more than ``micro`` has no row in the loss."""

@@ -17,6 +17,7 @@ from gkd.actor.compiling import Compilation
 from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.quantize import dequantize_weights, find_quantized_layers, packed_parameters
 from gkd.losses.micro_batch import MicroBatch
+from gkd.losses.outcomes import fused
 from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
@@ -51,7 +52,11 @@ class Student(nn.Module):
     ) -> ObjectiveResult:
         """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
         hidden = self.compute_hidden(micro)[micro.rows]
-        return objective(hidden, self.head.linear(hidden) or self.head)
+        head = self.head.linear(hidden) or self.head
+        if self.compilation is None:
+            return objective(hidden, head)
+        with self.compilation.allow_compiling(), fused(self.compilation.kernels):
+            return objective(hidden, head)
 
     def computing(self) -> AbstractContextManager[None]:
         """Have it compute in the compute type, forward and backward; nothing else may read its weights meanwhile."""

@@ -6,14 +6,22 @@ S, w that with respect to log q_others, U = sum_v u_v + w, and r the softmax ove
     d loss / d z_v = (u_v - U q_v) / T  in S,    r_v (w - U q_others) / T  elsewhere,
 
 so one multiplication of [n, V] is the backward pass, and nothing is divided by what may be 0.
+
+On a GPU that takes memory's time, not arithmetic's. :func:`fused` has both passes as a kernel each, which read the
+logits and write nothing as large but the gradient, in the logits' own type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gkd.modeling.compiling import compile_function
 
 
 class Outcomes(NamedTuple):
@@ -35,8 +43,81 @@ def outcomes(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Outcomes:
 
     Arithmetic is in float32, or in float64 if the logits are.
     """
+    if (kernels := _kernels.get()) is not None:
+        return Outcomes(*_FusedOutcomes.apply(logits, ids.long(), temperature, kernels))  # type: ignore[no-untyped-call]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return Outcomes(*_OutcomesFunction.apply(logits, ids.long(), temperature))  # type: ignore[no-untyped-call]
+
+
+class Kernels(NamedTuple):
+    """The two passes over [n, V], :func:`sum_others` and :func:`spread`, compiled."""
+
+    sums: Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
+    spread: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+    @staticmethod
+    def compile() -> Kernels:
+        """Have both compile when they first run."""
+        return Kernels(compile_function(sum_others, None), compile_function(spread, None))
+
+
+_kernels: ContextVar[Kernels | None] = ContextVar("_kernels", default=None)
+
+
+@contextmanager
+def fused(kernels: Kernels) -> Iterator[None]:
+    """Have :func:`outcomes` compute by ``kernels`` meanwhile, and the backward pass of what they gave."""
+    before = _kernels.set(kernels)
+    try:
+        yield
+    finally:
+        _kernels.reset(before)
+
+
+def sum_others(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, of x = ``logits`` [n, V] / T: the largest, logsumexp(x) less that, and the entropy of softmax(x); [n]."""
+    x = _scale(logits, temperature)
+    peak = x.amax(-1, keepdim=True)
+    weights = (x - peak).exp()
+    total = weights.sum(-1)
+    log_size = total.log()
+    return peak[:, 0], log_size, log_size - (weights * (x - peak)).sum(-1) / total
+
+
+def spread(logits: Tensor, shift: Tensor, factor: Tensor, temperature: float) -> Tensor:
+    """Return ``factor`` exp(``logits`` / T - ``shift``) in the logits' type; [n, V] of ``shift`` and ``factor`` [n]."""
+    slope = (_scale(logits, temperature) - shift[:, None]).exp() * factor[:, None]
+    return slope.to(logits.dtype)
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return x.clamp(min=torch.finfo(x.dtype).min / 4)  # finite, as below
+
+
+class _FusedOutcomes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, kernels: Kernels) -> tuple[Tensor, ...]:
+        own = logits.gather(-1, ids)
+        # In place and put back: autograd's count of changes is not told, since afterwards there is none.
+        masked = logits.data.scatter_(-1, ids, torch.finfo(logits.dtype).min / 4)
+        peak, log_size, entropy_of_r = kernels.sums(masked, temperature)
+        masked.scatter_(-1, ids, own)
+        chosen = own.to(peak.dtype) / temperature
+        values, q, q_others = _combine(chosen, peak, log_size, entropy_of_r)
+        ctx.save_for_backward(logits, ids, q, q_others, peak + log_size)
+        ctx.temperature, ctx.kernels = temperature, kernels
+        ctx.mark_non_differentiable(*values[2:])
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, u: Tensor, w: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ids, q, q_others, shift = ctx.saved_tensors
+        u, w = u / ctx.temperature, w / ctx.temperature
+        total = u.sum(-1) + w
+        slope = ctx.kernels.spread(logits, shift, w - total * q_others, ctx.temperature)
+        return slope.scatter_(-1, ids, (u - total[:, None] * q).to(slope.dtype)), None, None, None
 
 
 class _OutcomesFunction(torch.autograd.Function):
@@ -50,18 +131,11 @@ class _OutcomesFunction(torch.autograd.Function):
         peak = rest.amax(-1)
         r = torch.softmax(rest.sub_(peak[:, None]), -1)
         log_size = -r.amax(-1).log()  # of the sum that r was divided by
-        entropy_of_r = log_size - torch.linalg.vecdot(r, rest)
-        highest = torch.maximum(peak, chosen.amax(-1)) if ids.shape[1] else peak
-        log_others = peak - highest + log_size
-        chosen = chosen - highest[:, None]
-        log_sum = torch.logaddexp(log_others, torch.logsumexp(chosen, -1))
-        chosen, others = chosen - log_sum[:, None], log_others - log_sum
-        q, q_others = chosen.exp(), others.exp()
-        entropy = torch.special.entr(q).sum(-1) + torch.special.entr(q_others) + q_others * entropy_of_r
+        values, q, q_others = _combine(chosen, peak, log_size, log_size - torch.linalg.vecdot(r, rest))
         ctx.save_for_backward(r, ids, q, q_others)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy, highest, log_sum)
-        return chosen, others, entropy, highest, log_sum
+        ctx.mark_non_differentiable(*values[2:])
+        return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -71,3 +145,21 @@ class _OutcomesFunction(torch.autograd.Function):
         total = u.sum(-1) + w
         slope = r * (w - total * q_others)[:, None]
         return slope.scatter_(-1, ids, u - total[:, None] * q), None, None
+
+
+def _combine(
+    chosen: Tensor, peak: Tensor, log_size: Tensor, entropy_of_r: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Return the values of :class:`Outcomes`, and the probabilities of the ids [n, K] and of all others [n].
+
+    ``chosen`` [n, K]: x = z / T of the ids; of all others ``peak``, ``log_size`` and ``entropy_of_r`` as
+    :func:`sum_others` has them.
+    """
+    highest = torch.maximum(peak, chosen.amax(-1)) if chosen.shape[1] else peak
+    log_others = peak - highest + log_size
+    chosen = chosen - highest[:, None]
+    log_sum = torch.logaddexp(log_others, torch.logsumexp(chosen, -1))
+    chosen, others = chosen - log_sum[:, None], log_others - log_sum
+    q, q_others = chosen.exp(), others.exp()
+    entropy = torch.special.entr(q).sum(-1) + torch.special.entr(q_others) + q_others * entropy_of_r
+    return (chosen, others, entropy, highest, log_sum), q, q_others

@@ -60,8 +60,8 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
     """
     divergence: Divergence = loss.build()
     _check_shapes(logits, targets, loss)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    token_log_p = targets.teacher_token_logprobs.to(logits.dtype)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    token_log_p = targets.teacher_token_logprobs.to(dtype)
     if loss.compares_tokens_alone:
         of_tokens = outcomes(logits, targets.token_ids[:, None], loss.temperature)
         value = divergence(token_log_p, of_tokens.chosen[:, 0])
@@ -72,7 +72,8 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
         value = divergence(*comparison.select_logprobs(loss.tail))
     require_values(value, len(targets), logits, f"algorithm.loss.name={loss.name}")
     with torch.no_grad():
-        token_log_q = _pick(logits, targets.token_ids) / loss.temperature - comparison.highest - comparison.log_sum
+        token_logits = _pick(logits, targets.token_ids).to(dtype)
+        token_log_q = token_logits / loss.temperature - comparison.highest - comparison.log_sum
         forward = teacher_mass = student_mass = None
         reverse = sampled_log_ratio(token_log_p, token_log_q)
         if targets.k > 0:
@@ -80,7 +81,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
             forward, reverse = kl(log_p, log_b), kl(log_b, log_p)
             teacher_mass, student_mass = (x[:, : targets.k].exp().sum(-1) for x in (log_p, log_b))
         if loss.temperature != 1.0:
-            token_log_q = _pick(logits, targets.token_ids) - torch.logsumexp(logits, -1)
+            token_log_q = token_logits - torch.logsumexp(logits.to(dtype), -1)
     return PositionLosses(value, forward, reverse, teacher_mass, student_mass, comparison.entropy, token_log_q)
 
 
@@ -110,14 +111,15 @@ class _PairedLogprobs:
 
 
 def _compare(logits: Tensor, targets: PositionTargets, temperature: float) -> _PairedLogprobs:
-    ids, log_p = targets.ids.long(), targets.logprobs.to(logits.dtype)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    ids, log_p = targets.ids.long(), targets.logprobs.to(dtype)
     if targets.k < logits.shape[1]:
         log_q, others, *rest = outcomes(logits, ids, temperature)
         if targets.tail_logprobs is None:  # of no tokens at all
             return _PairedLogprobs(log_p, log_q, None, *rest)
-        return _PairedLogprobs(log_p, log_q, (targets.tail_logprobs.to(logits.dtype), others), *rest)
+        return _PairedLogprobs(log_p, log_q, (targets.tail_logprobs.to(dtype), others), *rest)
     # There is no tail. The teacher is put in the student's order, as the teacher needs no gradient.
-    scaled = logits if temperature == 1.0 else logits / temperature
+    scaled = logits.to(dtype) if temperature == 1.0 else logits.to(dtype) / temperature
     log_q = torch.log_softmax(scaled, -1)
     log_p = torch.full_like(log_p, -torch.inf).scatter(-1, ids, log_p)
     with torch.no_grad():

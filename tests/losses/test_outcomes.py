@@ -1,13 +1,22 @@
 """Log-probabilities of some tokens and of all others, against log_softmax under autograd in float64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from gkd.losses import MIN_LOGPROB
-from gkd.losses.outcomes import outcomes
+from gkd.losses.outcomes import Kernels, fused, outcomes, spread, sum_others
 
 INF = float("inf")
 N, V = 4, 9
+
+
+@pytest.fixture(autouse=True, params=["as it is", "fused"])
+def _way(request):
+    """The kernels as they stand, which compilation does not change; compiled they are in tests/ray/actor."""
+    with fused(Kernels(sum_others, spread)) if request.param == "fused" else nullcontext():
+        yield
 
 
 def random_case(k, dtype=torch.float64):
@@ -62,3 +71,19 @@ def test_impossible_tokens_have_no_nan():
     assert logits.grad.isfinite().all() and result.entropy.isfinite().all()
     known = torch.softmax(torch.tensor([1.0, 2.0, 0.5]), 0)
     torch.testing.assert_close(result.entropy[1], -(known * known.log()).sum().detach())
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, V - 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_bfloat16_is_rounded_once(k, temperature):
+    """Values are those of the float32 of the same logits; the gradient is rounded to bfloat16 at its end."""
+    logits, ids = random_case(k, torch.float32)
+    half = logits.detach().bfloat16().requires_grad_()
+    exact = half.detach().double().requires_grad_()
+    result, expected = outcomes(half, ids, temperature), outcomes(exact, ids, temperature)
+    before = half.detach().clone()
+    torch.testing.assert_close(tuple(result), tuple(value.float() for value in expected), rtol=1e-5, atol=1e-5)
+    sum(value.sum() for value in result[:2]).backward()
+    sum(value.sum() for value in expected[:2]).backward()
+    torch.testing.assert_close(half.grad, exact.grad.bfloat16(), rtol=2**-7, atol=1e-6)
+    assert torch.equal(half, before)
