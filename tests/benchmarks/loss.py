@@ -1,4 +1,5 @@
-"""Measures a divergence and its gradient at many positions: in one pass, and by autograd with the head recomputed.
+"""Measures a divergence and its gradient at many positions: in one pass, plain and compiled, and by autograd with the
+head recomputed.
 
     python tests/benchmarks/loss.py [--device cpu] [--positions 1024] [--vocabulary 128000] [--hidden 256]
         [--top-k 64] [--rounds 3] [--roomy]
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gkd.config import Loss
 from gkd.losses.chunked import Values, differentiate_in_chunks
+from gkd.losses.outcomes import Kernels, fused
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
 
@@ -53,7 +55,9 @@ def main() -> None:
     options = parser.parse_args()
     print("| loss | way | seconds (median) | from, to | peak GB | gradient's norm |\n|---|---|---|---|---|---|")
     for loss in options.losses:
-        results: dict[str, list[dict[str, float]]] = {"autograd": [], "one pass": [], "products alone": []}
+        results: dict[str, list[dict[str, float]]] = {
+            "autograd": [], "one pass": [], "compiled": [], "products alone": [],
+        }  # fmt: skip
         for _ in range(options.rounds):
             for way, runs in results.items():
                 runs.append(_in_a_process(way, loss, options))
@@ -99,13 +103,16 @@ class Shape:
 def measure(way: str, loss: str, shape: Shape, device: torch.device) -> dict[str, float]:
     """Return ``seconds`` and peak ``bytes`` of a loss and its gradient, and the gradient's ``norm`` where there is one.
 
-    ``way``: ``autograd``, ``one pass``, or the ``products alone`` of the head with the hidden states.
+    ``way``: ``autograd``, ``one pass``, the same ``compiled``, or the ``products alone`` of the head with the hidden
+    states.
     """
     hidden, head, targets = _make(shape, device)
     settings = Loss(**LOSSES[loss])
     one_pass = functools.partial(_one_pass, roomy=shape.roomy)
-    run: Callable[..., None] = {"autograd": _autograd, "one pass": one_pass, "products alone": _products}[way]
-    if device.type == "cpu":
+    compiled = functools.partial(_compiled, roomy=shape.roomy)
+    ways = {"autograd": _autograd, "one pass": one_pass, "compiled": compiled, "products alone": _products}
+    run: Callable[..., None] = ways[way]
+    if device.type == "cpu" and way != "compiled":
         run(*_small(hidden, head, targets), settings, 8)  # what is set up once
     else:
         run(hidden, head, targets, settings, shape.chunk)  # and the allocator's memory
@@ -171,6 +178,18 @@ def _one_pass(
 
     values, gradients = differentiate_in_chunks(hidden, head, of, chunk, roomy)
     gradients.attach_to(values["loss"].sum()).backward()
+
+
+def _compiled(
+    hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int, roomy: bool
+) -> None:
+    with fused(_kernels()):
+        _one_pass(hidden, head, targets, loss, chunk, roomy)
+
+
+@functools.cache
+def _kernels() -> Kernels:
+    return Kernels.compile()
 
 
 def _autograd(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:

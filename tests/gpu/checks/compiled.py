@@ -27,10 +27,10 @@ MOST = 3e-2  # relative, of bfloat16, whose order of operations differs
 
 def layers(context: Context) -> None:
     """On the GPU by inductor, in bfloat16; in a rehearsal captured and differentiated as graphs, without a compiler."""
-    note_losses(context)
     device, dtype = ("cpu", torch.float32) if context.rehearsal else ("cuda", torch.bfloat16)
     if context.rehearsal:
         compiling.BACKEND = "aot_eager"
+    note_losses(context)
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(context.scratch / "compiled")
     plain, compiled = (load(context.scratch / "compiled").to(device, dtype) for _ in range(2))

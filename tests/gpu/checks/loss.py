@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import torch
@@ -13,6 +14,8 @@ GOAL_MS, GOAL_GB = 60.7, 4.0
 """The time of Liger's JSD on one H100, and about a third of its memory."""
 SHAPE, SMALL = Shape(8192, 128_000, roomy=True), Shape(64, 512)
 LOSSES = ("jsd", "reverse_kl")
+WAYS = {"one pass": "_plain", "compiled": ""}
+"""Ways of :func:`tests.benchmarks.loss.measure`, and how figures are named."""
 ROUNDS = 3
 
 
@@ -21,10 +24,10 @@ def note_losses(context: Context) -> None:
     device = torch.device("cpu" if context.rehearsal else "cuda")
     shape = SMALL if context.rehearsal else SHAPE
     context.note(loss_goal_ms=GOAL_MS, loss_goal_gb=GOAL_GB)
-    for loss in LOSSES:
-        runs = [measure("one pass", loss, shape, device) for _ in range(ROUNDS)]
+    for loss, (way, name) in itertools.product(LOSSES, WAYS.items()):
+        runs = [measure(way, loss, shape, device) for _ in range(ROUNDS)]
         ms = 1e3 * statistics.median(run["seconds"] for run in runs)
         peak = max(run["bytes"] for run in runs)
-        context.note({f"{loss}_ms": ms, f"{loss}_peak_gib": peak / (1 << 30)})
+        context.note({f"{loss}{name}_ms": ms, f"{loss}{name}_peak_gib": peak / (1 << 30)})
         if not context.rehearsal:
-            context.note({f"{loss}_ms_of_goal": ms / GOAL_MS, f"{loss}_peak_of_goal": peak / 1e9 / GOAL_GB})
+            context.note({f"{loss}{name}_ms_of_goal": ms / GOAL_MS, f"{loss}{name}_peak_of_goal": peak / 1e9 / GOAL_GB})

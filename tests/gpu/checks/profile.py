@@ -218,7 +218,7 @@ def _note_losses(context: Context) -> None:
     sizes, device = _sizes(context), torch.device("cpu" if context.rehearsal else "cuda")
     for name, roomy in (("", False), ("_roomy", True)):
         shape = Shape(sizes.budget, sizes.words, SHAPES["student"][0], sizes.top_k, roomy=roomy)
-        runs = [measure("one pass", "reverse_kl", shape, device) for _ in range(ROUNDS)]
+        runs = [measure("compiled", "reverse_kl", shape, device) for _ in range(ROUNDS)]
         ms, peak = 1e3 * statistics.median(run["seconds"] for run in runs), max(run["bytes"] for run in runs)
         context.note({f"loss{name}_ms": ms, f"loss{name}_gib": peak / (1 << 30)})
 
