@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +106,8 @@ class _FusedOutcomes(torch.autograd.Function):
         chosen = own.to(peak.dtype) / temperature
         values, q, q_others = _combine(chosen, peak, log_size, entropy_of_r)
         ctx.save_for_backward(logits, ids, q, q_others, peak + log_size)
-        ctx.temperature, ctx.kernels = temperature, kernels
+        # On a GPU autograd has a thread of its own for what is backward; torch's settings are those of a context.
+        ctx.temperature, ctx.kernels, ctx.context = temperature, kernels, copy_context()
         ctx.mark_non_differentiable(*values[2:])
         return values
 
@@ -116,7 +117,7 @@ class _FusedOutcomes(torch.autograd.Function):
         logits, ids, q, q_others, shift = ctx.saved_tensors
         u, w = u / ctx.temperature, w / ctx.temperature
         total = u.sum(-1) + w
-        slope = ctx.kernels.spread(logits, shift, w - total * q_others, ctx.temperature)
+        slope = ctx.context.run(ctx.kernels.spread, logits, shift, w - total * q_others, ctx.temperature)
         return slope.scatter_(-1, ids, (u - total[:, None] * q).to(slope.dtype)), None, None, None
 
 

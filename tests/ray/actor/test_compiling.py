@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from gkd.actor.model import Student
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.losses.objective import objective
+from gkd.losses.outcomes import Kernels, fused, outcomes
 from gkd.modeling import compiling
 from gkd.modeling.compiling import is_compile_failure
 from tests.actor import models
@@ -171,6 +173,18 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
     compare(plain, loose, seed=0)
     (message,) = [message for message in caplog.messages if "ZeroDivisionError" in message]
     assert "(actor.compile=auto): " in message
+
+
+def test_what_the_loss_compiles_backward_does_so_by_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is in a thread of autograd's, where torch's settings may be others."""
+    monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
+    ids, slopes = torch.tensor([[1], [3]]), []
+    for context in (nullcontext(), fused(Kernels.compile())):
+        logits = torch.arange(8.0).view(2, 4).requires_grad_()
+        with compiling.allow_compiling(strict=False), context, ThreadPoolExecutor(1) as thread:
+            loss = outcomes(logits, ids).others.sum()
+            slopes += thread.submit(torch.autograd.grad, loss, logits).result()
+    torch.testing.assert_close(*slopes)
 
 
 def test_a_model_says_which_layers_are_alike() -> None:

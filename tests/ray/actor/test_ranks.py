@@ -150,7 +150,7 @@ def test_compiled_layers_train_as_they_do_without(ranks: dict[int, Ranks], model
     for world, its_config in made.items():
         ranks[world].become(model_path, its_config)
     for step in (1, 2):
-        batch = put(models.scored(4, seed=step))
+        batch = put(models.scored(4, 7, seed=step))
         one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
         assert two == pytest.approx(one, rel=2e-4), step
     single, double = ranks[1].weights(), ranks[2].weights()
