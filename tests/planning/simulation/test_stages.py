@@ -53,6 +53,15 @@ def test_layers_alone_are_near_the_measured_rate(model: str, measured: float) ->
     assert s.hardware.flops / forward_flops(s.models.shape_of(model), 512) == pytest.approx(measured, rel=0.1)
 
 
+def test_no_scorer_computes_faster_than_its_gpu() -> None:
+    """Where matrix products alone reach most of what there is, compilation gains no more than the rest."""
+    settings = ("teacher.model.size=32b", "trainer.batch_size=64", "plan.tflops=500")
+    usual, most = (layout_of(*H200, *settings, f"plan.efficiency={share}") for share in (0.8, 1.0))
+    eager = layout_of(*H200, *settings, "plan.efficiency=1.0", "teacher.enforce_eager=true")
+    seconds = [score_s(s, "teacher", s.config.teacher) for s in (usual, most, eager)]
+    assert seconds == pytest.approx(seconds[-1:] * 3)
+
+
 def test_a_step_is_near_the_measured_one() -> None:
     """All on one GPU, 128 x (128 + 512) tokens, on two machines (2026-11-26_gpu.md); the first with eager scoring."""
     lengths = ("trainer.batch_size=128", "data.max_prompt_length=128", "rollout.max_response_length=512")
