@@ -53,7 +53,7 @@ class Kernels(NamedTuple):
     """The two passes over [n, V], :func:`sum_others` and :func:`spread`, compiled."""
 
     sums: Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
-    spread: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    spread: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
     @staticmethod
     def compile() -> Kernels:
@@ -84,9 +84,12 @@ def sum_others(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tens
     return peak[:, 0], log_size, log_size - (weights * (x - peak)).sum(-1) / total
 
 
-def spread(logits: Tensor, shift: Tensor, factor: Tensor, temperature: float) -> Tensor:
-    """Return ``factor`` exp(``logits`` / T - ``shift``) in the logits' type; [n, V] of ``shift`` and ``factor`` [n]."""
-    slope = (_scale(logits, temperature) - shift[:, None]).exp() * factor[:, None]
+def spread(logits: Tensor, peak: Tensor, log_size: Tensor, factor: Tensor, temperature: float) -> Tensor:
+    """Return ``factor`` exp(``logits`` / T - ``peak`` - ``log_size``) in the logits' type, [n, V]; of the others [n].
+
+    Taken off one after the other: their sum would be rounded first.
+    """
+    slope = (_scale(logits, temperature) - peak[:, None] - log_size[:, None]).exp() * factor[:, None]
     return slope.to(logits.dtype)
 
 
@@ -105,7 +108,7 @@ class _FusedOutcomes(torch.autograd.Function):
         masked.scatter_(-1, ids, own)
         chosen = own.to(peak.dtype) / temperature
         values, q, q_others = _combine(chosen, peak, log_size, entropy_of_r)
-        ctx.save_for_backward(logits, ids, q, q_others, peak + log_size)
+        ctx.save_for_backward(logits, ids, q, q_others, peak, log_size)
         # On a GPU autograd has a thread of its own for what is backward; torch's settings are those of a context.
         ctx.temperature, ctx.kernels, ctx.context = temperature, kernels, copy_context()
         ctx.mark_non_differentiable(*values[2:])
@@ -114,10 +117,11 @@ class _FusedOutcomes(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, u: Tensor, w: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        logits, ids, q, q_others, shift = ctx.saved_tensors
+        logits, ids, q, q_others, peak, log_size = ctx.saved_tensors
         u, w = u / ctx.temperature, w / ctx.temperature
         total = u.sum(-1) + w
-        slope = ctx.context.run(ctx.kernels.spread, logits, shift, w - total * q_others, ctx.temperature)
+        factor = w - total * q_others
+        slope = ctx.context.run(ctx.kernels.spread, logits, peak, log_size, factor, ctx.temperature)
         return slope.scatter_(-1, ids, (u - total[:, None] * q).to(slope.dtype)), None, None, None
 
 
