@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gkd.cluster.session.reaper import watch_family
 from gkd.cluster.workers.activity import memory_here, report_here
 from gkd.config import Config
 from gkd.config.device import NodeSpan
@@ -28,6 +29,8 @@ class RolloutWorker:
 
     def __init__(self, config: Config, spec: EngineSpec, span: NodeSpan | None = None) -> None:
         self.config, self.rank = config, spec.rank
+        if spec.device == "cuda":
+            watch_family()  # of the processes that an engine starts there, on one GPU too
         self.engine: InferenceEngine[SampleRequest, Sample] = config.rollout.engine_class(replace(spec, span=span))
         self._cache_bytes: int | None = self.engine.cache_bytes()
         self._memory: list[dict[str, float]] = []

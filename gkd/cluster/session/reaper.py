@@ -228,10 +228,12 @@ def dismiss(watchdog: "subprocess.Popen[bytes]") -> None:
 
 
 def watch_family() -> None:
-    """Start a process that removes what this one and its children share by name, should they be killed together.
+    """Start a process, once, that removes what this one and its children share by name, should they be killed together.
 
     It is not one of these children itself, which Ray kills with a worker.
     """
+    if _watched:
+        return
     starting = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid())],
         stdin=subprocess.PIPE,

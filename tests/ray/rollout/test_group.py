@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
 from gkd.cluster.health.fleet import Fleet, Health
 from gkd.cluster.health.heartbeat import Heartbeat
 from gkd.cluster.health.restarts import RestartPolicy
+from gkd.cluster.session import reaper
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.group import Group, WorkerReports, gather
 from gkd.cluster.workers.reserve import RemoteWorker
@@ -378,3 +382,26 @@ def test_samples_on_their_way_keep_nobody_waiting(local_ray: None) -> None:
     assert stream.take() == [training_sample(3, ref=arrays)]
     assert not stream.is_late
     ray.kill(gate)
+
+
+def test_what_an_engine_on_a_gpu_shares_with_its_processes_does_not_outlive_them() -> None:
+    """On one GPU too, where Ray kills the worker with its children as the driver of a cluster's run is killed."""
+    program = """
+import sys, time
+from multiprocessing import shared_memory
+from tests.ray.rollout.test_group import settings
+from tests.ray.rollout.toy import ToyRollout
+worker = ToyRollout(settings(), 0, sys.argv[1])
+memory = shared_memory.SharedMemory(create=True, size=8)
+print("/dev/shm/" + memory.name, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, "cuda"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    name = Path(process.stdout.readline().strip())
+    time.sleep(10 * reaper.RECORD_EVERY_S)
+    assert name.exists()
+    for its in [*psutil.Process(process.pid).children(recursive=True), process]:
+        its.kill()
+    process.communicate(timeout=60)
+    assert eventually(lambda: not name.exists())

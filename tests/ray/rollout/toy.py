@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config import Config
+from gkd.config.device import Device
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout import output_queue, pipeline
@@ -62,9 +63,9 @@ class ToyEngine(InferenceEngine[SampleRequest, Sample]):
 class ToyRollout(rollout_worker.RolloutWorker):
     """The real worker, whose configuration names :class:`ToyEngine`."""
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, device: Device = "cpu") -> None:
         pipeline.load_tokenizer = lambda *_: None
-        super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
+        super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, device))
         self.sends_half = False
 
     def pid(self) -> int:
