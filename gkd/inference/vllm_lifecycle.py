@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, ManagedMemory, ProcessResult
-from gkd.inference.vllm_environment import compile_apart, meet_in_session
+from gkd.inference.vllm_environment import compile_apart, find_session_directory, meet_in_session
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -105,7 +105,7 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
     gc.freeze()
     compile_apart(device)
     meet_in_session()
-    with noting_errors() as first_error:
+    with noting_errors(find_session_directory()) as first_error:
         try:
             return LLM(**arguments)
         except Exception as error:

@@ -39,8 +39,8 @@ def register() -> None:
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     if (path := os.environ.get(_NOTES)) is not None:
-        library = WeightTransferEngineFactory.__module__.partition(".")[0]
-        logging.getLogger(library).addHandler(_Notes(path))
+        # Where a process logs why it ends; what other parts of vLLM log they go on from.
+        logging.getLogger("vllm.v1.executor").addHandler(_Notes(path))
         if multiprocessing.parent_process() is not None:
             # vLLM has them end by themselves, which one that waits for its GPU does not come to. The thread that starts
             # an engine is the one that it works on until the worker ends.
@@ -54,13 +54,14 @@ def require_installed() -> None:
 
 
 @contextlib.contextmanager
-def noting_errors() -> Iterator[Callable[[], str | None]]:
+def noting_errors(directory: str | None) -> Iterator[Callable[[], str | None]]:
     """Have processes of vLLM's that start meanwhile note their errors; yields what returns the first one, or None.
 
-    vLLM itself states that one of them did not start, and leaves the reason to its log.
+    vLLM itself states that one of them did not start, and leaves the reason to its log. The notes are in ``directory``,
+    None for the one for temporary files, and stay there where this process is killed meanwhile.
     """
-    with tempfile.TemporaryDirectory(prefix="gkd-vllm-") as directory:
-        file = Path(directory, "errors")
+    with tempfile.TemporaryDirectory(prefix="gkd-vllm-", dir=directory) as own:
+        file = Path(own, "errors")
         os.environ[_NOTES] = str(file)
         try:
             yield lambda: file.read_text().splitlines()[0] if file.exists() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +19,9 @@ def test_engines_of_further_processes_need_the_project_installed(monkeypatch: py
         vllm_plugin.require_installed()
 
 
-def test_an_error_of_another_process_is_noted() -> None:
-    with vllm_plugin.noting_errors() as first_error:
+def test_an_error_of_another_process_is_noted(tmp_path: Path) -> None:
+    with vllm_plugin.noting_errors(str(tmp_path)) as first_error:
+        assert Path(os.environ[vllm_plugin._NOTES]).is_relative_to(tmp_path)  # which goes when a worker is killed
         assert first_error() is None
         handler = vllm_plugin._Notes(os.environ[vllm_plugin._NOTES])
         for number in (1, 2):

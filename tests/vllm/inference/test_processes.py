@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from vllm.v1.executor import multiproc_executor
 
 from gkd.cluster.workers.environment import environment
 from gkd.config import load
@@ -17,6 +19,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.inference import vllm_sampler
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_lifecycle import call_processes, start_llm
+from gkd.weights import vllm_plugin
 from tests.vllm.conftest import VLLM_LENGTH, VLLM_VOCABULARY
 
 
@@ -67,6 +70,22 @@ def test_a_process_of_an_engine_says_why_it_does_not_start_and_ends_with_its_wor
         if runner.status() != psutil.STATUS_ZOMBIE:  # nobody here waits for it
             runner.kill()
             pytest.fail("the model runner outlived its worker")
+
+
+def test_an_error_that_vllm_logs_and_goes_on_from_is_not_why_a_process_did_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As each of several GPUs without NVLink does before it starts, which is normal as vLLM says itself."""
+    for name in ("vllm", "vllm.v1.executor"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    with vllm_plugin.noting_errors(None) as first_error:
+        vllm_plugin.register()
+        for text, module in (("Not Supported", "vllm.platforms.cuda"), ("no memory", multiproc_executor.__name__)):
+            try:
+                raise ValueError(text)
+            except ValueError:
+                logging.getLogger(module).exception("failed")
+        assert first_error() == "ValueError: no memory"
 
 
 if __name__ == "__main__":
