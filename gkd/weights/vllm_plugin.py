@@ -48,7 +48,13 @@ def register() -> None:
 
 
 def require_installed() -> None:
-    """Raise ConfigError where vLLM's processes would not find this project, which is run without being installed."""
+    """Raise ConfigError where vLLM's processes would load nothing of this project.
+
+    That is where it is run without being installed, or VLLM_PLUGINS leaves it out.
+    """
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "gkd" not in allowed.split(","):
+        raise ConfigError(f"VLLM_PLUGINS={allowed} has vLLM's processes load nothing of gkd: add gkd to it")
     if all(point.name != "gkd" for point in metadata.entry_points(group="vllm.general_plugins")):
         raise ConfigError("gkd is not installed, and vLLM's processes find nothing of it: pip install -e .")
 

@@ -19,6 +19,16 @@ def test_engines_of_further_processes_need_the_project_installed(monkeypatch: py
         vllm_plugin.require_installed()
 
 
+def test_engines_of_further_processes_need_the_project_among_the_plugins_that_vllm_may_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS"):
+        vllm_plugin.require_installed()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,gkd")
+    vllm_plugin.require_installed()
+
+
 def test_an_error_of_another_process_is_noted(tmp_path: Path) -> None:
     with vllm_plugin.noting_errors(str(tmp_path)) as first_error:
         assert Path(os.environ[vllm_plugin._NOTES]).is_relative_to(tmp_path)  # which goes when a worker is killed
