@@ -109,7 +109,12 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
         try:
             return LLM(**arguments)
         except Exception as error:
-            if (reason := first_error()) is None:
+            reason = first_error()
+            if reason is None and type(error) is Exception:  # vLLM's, that a process did not start
+                reason = (
+                    "a process of the engine ended without a word: killed, out of memory, or crashed in native code"
+                )
+            if reason is None:
                 raise
             raise RuntimeError(reason) from error
 

@@ -88,5 +88,14 @@ def test_an_error_that_vllm_logs_and_goes_on_from_is_not_why_a_process_did_not_s
         assert first_error() == "ValueError: no memory"
 
 
+def test_a_process_that_was_killed_as_it_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**arguments: object) -> None:
+        raise Exception("WorkerProc initialization failed. See stack trace for root cause.")
+
+    monkeypatch.setattr("vllm.LLM", fail)
+    with pytest.raises(RuntimeError, match=r"killed"):
+        start_llm({}, "cpu")
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])
