@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from gkd.config.cluster import TRANSFERS, Weights
 from gkd.config.device import Device
@@ -44,6 +44,14 @@ def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], r
         others = " or ".join(f"weights.transfer={name}" for name in TRANSFERS.entries if find_obstacle(name) is None)
         raise ConfigError(f"weights.transfer={weights.transfer}: {reason}; {others} would work")
     return weights.transfer
+
+
+def passes_worker(transfer: Any, adapter_only: bool) -> bool:
+    """Return whether whole weights come to an engine's worker, through the host, instead of to its GPUs' processes.
+
+    ``transfer`` is the class. An adapter by itself is small, and read from files.
+    """
+    return not (adapter_only or transfer.gpu_to_gpu)
 
 
 def _find_obstacle(

@@ -72,6 +72,10 @@ class RowSums(NamedTuple):
     ties: Tensor | None
 
 
+SumRows = Callable[[Tensor, Tensor | None, float], RowSums]
+"""Of :func:`sum_rows`, as it stands or compiled."""
+
+
 def sum_rows(logits: Tensor, kth: Tensor | None, temperature: float) -> RowSums:
     """Return the sums over rows of ``logits`` [n, V], with the K-th largest of each, ``kth`` [n].
 
@@ -94,7 +98,7 @@ def score_rows(
     token_ids: Tensor,
     shape: RowShape,
     logit_bytes: int,
-    sums: Callable[[Tensor, Tensor | None, float], RowSums] | None = None,
+    sums: SumRows | None = None,
 ) -> ScoredRows:
     """Score ``token_ids`` [n] by the hidden states [n, D] that predict them.
 
@@ -117,7 +121,7 @@ def score_by_sums(
     hidden: Tensor,
     token_ids: Tensor,
     shape: RowShape,
-    sums: Callable[[Tensor, Tensor | None, float], RowSums],
+    sums: SumRows,
 ) -> ScoredRows:
     """Do as :func:`score_logits`, by ``sums``; the logits are not overwritten, and not copied."""
     logits, k, temperature = head(hidden)[:, : shape.rows], shape.top_k, shape.temperature

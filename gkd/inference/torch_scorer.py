@@ -8,7 +8,7 @@ scored along with it, to the last bit, so that a run repeats whatever comes firs
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from gkd.inference.scored_rows import RowSums, ScoredRows
+    from gkd.inference.scored_rows import ScoredRows, SumRows
 
 UNBOUNDED_LENGTH = 1 << 20
 """Longest sequence of a model without a limit of its own."""
@@ -283,7 +283,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             yield key, row[: min(request.max_tokens, int(ends[0]) + 1 if len(ends) else len(row))]
 
 
-def _compile(lm: PreTrainedModel, spec: EngineSpec) -> Callable[[Tensor, Tensor | None, float], RowSums] | None:
+def _compile(lm: PreTrainedModel, spec: EngineSpec) -> SumRows | None:
     """Have the layers of ``lm`` run as fewer kernels on a GPU; returns ``sum_rows``, compiled.
 
     None where they are left as they are: ``enforce_eager``, models that are small, padded or not dense, and machines on
@@ -301,7 +301,7 @@ def _compile(lm: PreTrainedModel, spec: EngineSpec) -> Callable[[Tensor, Tensor 
     setting = CompileSetting(spec.name, "auto", f"{name}=false", f"{name}=true computes without")
     if not compile_layers(lm, setting, torch.device(spec.device), is_packed(lm), dynamic=None):
         return None
-    sums: Callable[[Tensor, Tensor | None, float], RowSums] = compile_function(sum_rows, dynamic=None)
+    sums: SumRows = compile_function(sum_rows, dynamic=None)
     return sums
 
 

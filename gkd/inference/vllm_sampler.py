@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gkd.config.transfer import passes_worker
 from gkd.inference.engine import EngineSpec, InferenceEngine, ProcessResult
 from gkd.inference.vllm_environment import share_gpu_of_worker
 from gkd.inference.vllm_lifecycle import (
@@ -236,8 +237,8 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         seeded=True,
         with_tokenizer=bool(spec.settings.stop),  # which finds the texts that end a response
     )
-    through_host = spec.weights is not None and spec.lora is None and not spec.weights.transfer_class.gpu_to_gpu
-    if spec.device == "cuda" and not through_host:
+    weights = spec.weights
+    if spec.device == "cuda" and not (weights and passes_worker(weights.transfer_class, weights.adapter_only)):
         # What vLLM's scheduler and its model runner do on the host between two passes is beside each other then.
         # Whole weights that come through the host would have to go on to the other process.
         arguments["distributed_executor_backend"] = "mp"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
+from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class, with_settings
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.pools import concurrent_sequences, kv_bytes
@@ -173,8 +174,8 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     read = c * weights_read(shape, n) + n * context * tp * kv_bytes(shape, tp, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
     adapter, by_process = layout.config.weights.adapter_only, (ENGINE_STEP_S, n * ENGINE_SEQUENCE_S)
-    beside = tp > 1 or adapter or TRANSFERS.load(transfer_of(layout)).gpu_to_gpu  # as the engine itself decides
-    on_host = max(by_process) if beside else sum(by_process)
+    alone = layout.hardware.is_cpu or passes_worker(TRANSFERS.load(transfer_of(layout)), adapter)
+    on_host = sum(by_process) if tp == 1 and alone else max(by_process)
     step = max(on_host, read / reading, computed) + network_s(layout, shape, engine, n)
     return step * (ADAPTER_TOKEN if adapter else 1.0)
 

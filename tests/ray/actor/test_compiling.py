@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo import config
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +41,9 @@ def _captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     torch.compiler.reset()
     counters.clear()
-    yield
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of engines that ran in this process before
+    with config.patch(disable=False):
+        yield
     torch.compiler.reset()
 
 

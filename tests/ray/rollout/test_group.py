@@ -396,12 +396,17 @@ memory = shared_memory.SharedMemory(create=True, size=8)
 print("/dev/shm/" + memory.name, flush=True)
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", program, "cuda"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    name = Path(process.stdout.readline().strip())
-    time.sleep(10 * reaper.RECORD_EVERY_S)
-    assert name.exists()
-    for its in [*psutil.Process(process.pid).children(recursive=True), process]:
-        its.kill()
-    process.communicate(timeout=60)
+    with subprocess.Popen([sys.executable, "-c", program, "cuda"], stdout=subprocess.PIPE, text=True) as process:
+        deadline = threading.Timer(120, process.kill)
+        deadline.start()
+        try:
+            assert process.stdout is not None
+            name = Path(process.stdout.readline().strip())
+            time.sleep(10 * reaper.RECORD_EVERY_S)
+            assert name.exists()
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        finally:
+            deadline.cancel()
+            process.kill()
     assert eventually(lambda: not name.exists())

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo import config
 from torch._dynamo.utils import counters
 
 from gkd.inference import torch_scorer
@@ -26,7 +27,9 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiling, "find_obstacle", lambda device: None)
     torch.compiler.reset()
     counters.clear()
-    yield
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of engines that ran in this process before
+    with config.patch(disable=False):
+        yield
     torch.compiler.reset()
 
 

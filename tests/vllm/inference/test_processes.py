@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,8 @@ from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_lifecycle import call_processes, start_llm
 from gkd.weights import vllm_plugin
 from tests.vllm.conftest import VLLM_LENGTH, VLLM_VOCABULARY
+
+LIMIT_S = 300.0
 
 
 def main(whole: str, broken: str) -> None:
@@ -52,6 +55,8 @@ def test_a_process_of_an_engine_says_why_it_does_not_start_and_ends_with_its_wor
     command = [sys.executable, "-m", "tests.vllm.inference.test_processes", str(tiny_llama), str(tmp_path)]
     lines: dict[str, str] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+        deadline = threading.Timer(LIMIT_S, worker.kill)
+        deadline.start()
         try:
             assert worker.stdout is not None
             for line in worker.stdout:
@@ -62,6 +67,7 @@ def test_a_process_of_an_engine_says_why_it_does_not_start_and_ends_with_its_wor
             runner = psutil.Process(int(lines["process"]))
             runner.suspend()
         finally:
+            deadline.cancel()
             worker.kill()
     assert lines["failure"].startswith("SafetensorError: ")
     try:
