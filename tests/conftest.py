@@ -6,7 +6,9 @@ with ``-m``, or where they are named. All other tests are the fast tier, in whic
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import multiprocessing.process
 import os
 import platform
@@ -26,6 +28,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.inference
 # What inductor makes of a graph is compared; finding out by compiling for which vector units takes longer than that.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Registered first, this is done last: nobody waits for what imports have made to be taken apart, object by object.
+    atexit.register(os._exit, 0)
 
 for number in (signal.SIGINT, signal.SIGHUP):  # `nohup` and `&` have programs ignore them, those of the tests too
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -63,9 +69,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 # Lanes: tests that share a Ray, engines, or models made for them, in the order in which they begin. Those of
 # ray/cluster have their process' connection to Ray for themselves. Other files are lanes of their own: those that start
-# programs, and at the end those of the fast tier, which keep both processes busy.
+# programs, and at the end those of the fast tier, which keep both processes busy: files that take longest come first.
 LIBRARY = "library"
 LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster")
+LONGEST = ("planning/", "config/", "scoring/", "actor/")
 
 
 def lane(nodeid: str) -> str:
@@ -79,11 +86,25 @@ def lane(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: index for index, name in enumerate(LANES)}
-    items.sort(key=lambda item: order.get(lane(item.nodeid), len(LANES) + (tier(item.path) is None)))
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        file = lane(item.nodeid)
+        return order.get(file, len(LANES) + (tier(item.path) is None)), not file.startswith(LONGEST)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
-    """Take what is there for good, such as torch, out of every later garbage collection."""
+    """Take what is there for good, such as torch, out of every later garbage collection.
+
+    And have torch compute on one core, as the other process does, and all of its loggers propagate: to each of the
+    fifty that do not, pytest adds handlers for every test.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()

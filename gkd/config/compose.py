@@ -94,15 +94,19 @@ def _compose_base(**choices: str) -> DictConfig:
     return composed
 
 
-@cache
 def _compose_groups(**choices: str) -> DictConfig:
     """Return what the files of these groups set, the later above the earlier."""
-    if not choices:
-        return OmegaConf.create({})
-    named = [f"+{group}={choice}" for group, choice in choices.items()]
+    composed = OmegaConf.merge(*(_compose_group(group, choice) for group, choice in choices.items()), {})
+    assert isinstance(composed, DictConfig)
+    return composed
+
+
+@cache
+def _compose_group(group: str, choice: str) -> DictConfig:
+    """Return what the file of this choice sets. Hydra takes as long for one as for several together."""
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
-            composed: DictConfig = hydra_compose("config", overrides=named)
+            composed: DictConfig = hydra_compose("config", overrides=[f"+{group}={choice}"])
     except HydraException as error:
         raise ConfigError(one_line(error)) from None
     OmegaConf.set_struct(composed, False)  # what is merged with it may hold further names
@@ -218,8 +222,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _parse_override(override: str) -> Override:
-    parsed: list[Override] = OverridesParser.create().parse_overrides([override])
+    parsed: list[Override] = _parser().parse_overrides([override])
     return parsed[0]
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
 
 
 def _explain_unreadable(overrides: Sequence[str]) -> str:

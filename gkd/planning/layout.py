@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from gkd.cluster import host
@@ -169,7 +170,7 @@ class Workload:
         return self.prompt + self.response
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is worked out once is kept
 class Layout:
     """Holds a configuration with everything that its plan follows from.
 
@@ -181,29 +182,34 @@ class Layout:
     hardware: Hardware
     nodes: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """Return what models compute on."""
         return "cpu" if self.hardware.is_cpu else "cuda"
 
-    @property
+    @cached_property
     def compute_bytes(self) -> int:
         """Return the bytes of a number of the type that models compute in."""
         return 4 if self.config.model.dtype_on(self.device) == "float32" else 2
 
-    @property
+    @cached_property
     def gpus_per_node(self) -> int:
         """Return the most GPUs of a node that advice may use."""
         return self.config.plan.gpus_per_node if self.nodes is None else max(self.nodes)
 
-    @property
+    @cached_property
     def hosts(self) -> dict[str, str]:
         """Map every group on the devices of another to that one; on a CPU all share the machine's cores."""
         if not self.hardware.is_cpu:
             return self.config.hosts()
         return dict.fromkeys(self.config.groups(), "actor")
 
-    @property
+    @cached_property
+    def may_share(self) -> set[frozenset[str]]:
+        """Return pairs of groups that may be on the same GPU."""
+        return self.config.may_share()
+
+    @cached_property
     def groups_at_once(self) -> int:
         """Return how many groups compute at full speed on the devices that they share: on a CPU, as cores allow."""
         if not self.hardware.is_cpu:
@@ -212,6 +218,7 @@ class Layout:
         largest = max(F32 * shape.n_parameters for shape in shapes)
         return max(1, host.cores() // threads_for(largest, self.config.cluster.cpu_threads))
 
+    @cached_property
     def workload(self) -> Workload:
         """Return the batch of a step."""
         config = self.config

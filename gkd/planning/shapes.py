@@ -140,8 +140,14 @@ class ModelShape:
 
     def shard_size(self, world: int) -> int:
         """Count the parameters on the rank that has most of them, of ``world``."""
-        layers = sum(kind.count * sum(w.shard_size(world) for w in kind.weights) for kind in self.layers)
-        return layers + sum(w.shard_size(world) for w in self.root)
+        if world not in self._shard_sizes:
+            layers = sum(kind.count * sum(w.shard_size(world) for w in kind.weights) for kind in self.layers)
+            self._shard_sizes[world] = layers + sum(w.shard_size(world) for w in self.root)
+        return self._shard_sizes[world]
+
+    @cached_property
+    def _shard_sizes(self) -> dict[int, int]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def require_transfer(layout: Layout) -> None:
 
 def _choose_transfer(layout: Layout) -> str:
     config, is_cpu = layout.config, layout.hardware.is_cpu
-    own_gpus = not is_cpu and "rollout" not in config.groups_on_actor_gpus()
+    own_gpus = not is_cpu and {"actor", "rollout"} not in layout.may_share
     device = "cpu" if is_cpu else "cuda"
     actor = _PlannedWorker("the actor", device, ["the actor's"])
     rollout = _PlannedWorker("the engine", device, ["the engine's"] if own_gpus else actor.gpu_uuids)

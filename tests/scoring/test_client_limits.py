@@ -41,7 +41,7 @@ def served_for(client: ScoringClient, seconds: float) -> None:
 
 
 def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: Connect, dealer: Any) -> None:
-    client_limits = ClientLimits(unread_bytes=MIB, unread_s=0.5)
+    client_limits = ClientLimits(unread_bytes=MIB, unread_s=0.2)
     running = serve(TableEngine(max_length=20_000), client_limits=client_limits)
     attacker = dealer(running.server.address, rcvhwm=1, rcvbuf=4096)
     for id in range(10):
@@ -65,9 +65,9 @@ def test_a_kernel_that_counts_no_bytes_costs_no_client_its_connection(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Connection, "_counter", lambda connection, offset: 0)
-    running = serve(client_limits=ClientLimits(unread_s=0.3, unread_bytes=4096))
+    running = serve(client_limits=ClientLimits(unread_s=0.1, unread_bytes=4096))
     client = connect(running.server.address, heartbeat_s=60.0, request_timeout_s=30.0)
-    served_for(client, 1.5)
+    served_for(client, 0.5)
     assert not {name for name in running.server.counts if name.startswith("cut_")}
 
 
@@ -134,7 +134,7 @@ def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -
 
 
 def test_a_client_that_says_nothing_any_more_is_disconnected(serve: Serve, dealer: Any) -> None:
-    running = serve(client_limits=ClientLimits(silent_s=0.5))
+    running = serve(client_limits=ClientLimits(silent_s=0.3))
     silent = dealer(running.server.address, reconnect_ivl=-1)
     silent.send(wire.encode(wire.Ping()))
     assert silent.recv()

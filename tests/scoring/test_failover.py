@@ -73,15 +73,15 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
     """Longer than a request has; a client that begins meanwhile does not wait for it, but its requests do."""
     first = serve()
     address = first.server.address
-    client = connect(address, request_timeout_s=0.3, heartbeat_s=0.15)
+    client = connect(address, request_timeout_s=0.3, heartbeat_s=0.1)
     client.connect(30)
     first.end()
     client.expect(address, 30.0, address)
-    late = connect(address, request_timeout_s=0.3, heartbeat_s=0.15, absent=[address])
+    late = connect(address, request_timeout_s=0.3, heartbeat_s=0.1, absent=[address])
     assert late.connect(30) == {}
     late.expect(address, 30.0, address)
     futures = [one.submit(a_score(0)) for one in (client, late)]
-    time.sleep(0.6)
+    time.sleep(0.4)
     assert not any(future.done() for future in futures)
     again = serve(port=int(address.rsplit(":", 1)[1]))
     assert all(all_right([future], 25.0) for future in futures)
@@ -95,7 +95,7 @@ def test_requests_of_a_lower_order_are_sent_first(
     serve: Serve, connect: Connect, dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever waits at the client while the server has enough, that included which comes back from one that died."""
-    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 1.0)
+    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 0.3)
     running = serve(TableEngine(delay_s=60.0, capacity=1))
     client = connect(running.server.address, request_timeout_s=30.0)
     client.connect(30)
@@ -161,7 +161,7 @@ def test_a_request_leaves_a_suspect_replica_once_and_without_an_attempt(serve: S
     """Where all are suspect they are asked as always; one that hangs everywhere fails after as many attempts."""
     hanging = [serve(TableEngine(delay_s=60.0)) for _ in range(2)]
     first, second = (running.server.address for running in hanging)
-    client = connect(first, second, request_timeout_s=0.5, max_attempts=2)
+    client = connect(first, second, request_timeout_s=0.3, max_attempts=2)
     client.connect(30)
     client.expect(first, 30.0, first, suspect=True)
     client.expect(second, 30.0, second, suspect=True)
@@ -193,7 +193,7 @@ def test_a_late_answer_is_taken_once_and_its_duplicate_dropped(serve: Serve, con
 
 def test_nothing_is_sent_late_to_a_server_that_was_not_there(spawn: Spawn, connect: Connect, serve: Serve) -> None:
     port = free_port()
-    client = connect(f"tcp://127.0.0.1:{port}", request_timeout_s=0.5)
+    client = connect(f"tcp://127.0.0.1:{port}", request_timeout_s=0.3)
     with pytest.raises(ScorerUnavailable, match="never sent"):
         client.submit(a_score()).result(30)
     running = serve(port=port)
@@ -206,8 +206,8 @@ def test_nothing_is_sent_late_to_a_server_that_was_not_there(spawn: Spawn, conne
 def test_connecting_names_who_does_not_answer(serve: Serve, connect: Connect) -> None:
     nobody = f"tcp://127.0.0.1:{free_port()}"
     client = connect(serve().server.address, nobody)
-    with pytest.raises(ScorerUnavailable, match=f"at {nobody} within 1 s"):
-        client.connect(1.0)
+    with pytest.raises(ScorerUnavailable, match=f"at {nobody} within 0.6 s"):
+        client.connect(0.6)
 
 
 def test_connecting_tells_who_is_there(serve: Serve, connect: Connect) -> None:

@@ -110,7 +110,7 @@ def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -
     assert server.counts["answered"] == 1
     assert_same(before.result(30), expected(a_score(1, 4)))
     during = client.submit(a_score(2, 4))
-    time.sleep(0.5)  # five heartbeats
+    time.sleep(0.3)  # three heartbeats
     assert not during.done()
     server.wake().result(30)
     assert_same(during.result(30), expected(a_score(2, 4)))
@@ -226,7 +226,7 @@ def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Conn
     assert eventually(lambda: running.server.progress()[1] == 1)
     dealer.connect(running.server.address)
     dealer.send(wire.encode_request(7, 0.05, a_score()))
-    time.sleep(0.5)
+    time.sleep(0.2)
     running.engine.hurry.set()
     body, _ = wire.decode(dealer.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (7, "expired")
@@ -268,8 +268,8 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(
 def test_stopping_refuses_what_is_unfinished_and_frees_the_port(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 1.0)
-    running = serve(TableEngine(delay_s=0.3))
+    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 0.3)
+    running = serve(TableEngine(delay_s=0.1))
     client = connect(running.server.address, max_attempts=1)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(4)]
@@ -362,7 +362,7 @@ def test_requests_at_one_time_go_together_and_so_do_their_answers(
     client = connect(serve(TableEngine(capacity=64, max_length=max_length)).server.address, max_length=max_length)
     client.connect(30)
     monkeypatch.setattr(wire, "unpack", counted)
-    monkeypatch.setattr(client._dispatcher, "_poll", lambda poll=client._dispatcher._poll: (time.sleep(0.2), poll()))
+    monkeypatch.setattr(client._dispatcher, "_poll", lambda poll=client._dispatcher._poll: (time.sleep(0.1), poll()))
     futures = [client.submit(a_score(i)) for i in range(64)]
     for i, future in enumerate(futures):
         assert_same(future.result(30), expected(a_score(i)))

@@ -108,7 +108,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
 
 def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
     """Return no changes, and where engines on one GPU are to have more than it has, the largest shares that fit."""
-    pairs, short = layout.config.may_share(), groups_that_do_not_fit(layout)
+    pairs, short = layout.may_share, groups_that_do_not_fit(layout)
     engines = {
         section: pool.gpu_memory_utilization
         for section, pool in layout.config.pools()
@@ -211,16 +211,16 @@ def _find_cheapest(trials: _Trials, level: int) -> Advice | None:
         return None
     bytes_now, seconds_now = _sum_without_cache(memory_of(layout, group)), _step_seconds(layout)
     for n in range(1, MOST_CHANGES + 1):
-        fitting: list[Advice] = []
+        fitting: list[tuple[Advice, Config]] = []
         for settings in filter(trials.is_minimal, _sets_of_changes(trials, changes, n, level)):
             memory, whole = trials.memory_with(settings), with_gpus(layout, settings)
             config = with_settings(layout.config, whole)
-            if _is_possible(layout, config):
-                slower = _step_seconds(replace(layout, config=config)) / seconds_now
-                saves = bytes_now - _sum_without_cache(memory)
-                fitting.append(Advice(group, level, whole, saves, memory.margin, slower, memory.host))
-        if fitting:
-            return min(fitting, key=lambda advice: (round(advice.slower, 2), advice.saves))
+            slower = _step_seconds(replace(layout, config=config)) / seconds_now
+            saves = bytes_now - _sum_without_cache(memory)
+            fitting.append((Advice(group, level, whole, saves, memory.margin, slower, memory.host), config))
+        for advice, config in sorted(fitting, key=lambda one: (round(one[0].slower, 2), one[0].saves)):
+            if _is_possible(layout, config):  # which takes longest
+                return advice
     return None
 
 

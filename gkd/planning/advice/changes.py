@@ -40,7 +40,7 @@ def changes_for(layout: Layout, group: str) -> list[Change]:
     section = next(section for section, its in GROUP_OF.items() if its == group)
     if group == "actor":
         more_gpus = None if layout.hardware.is_cpu else _offer_gpus(layout)
-        changes = actor_changes(layout.config, layout.workload().longest, more_gpus)
+        changes = actor_changes(layout.config, layout.workload.longest, more_gpus)
     elif isinstance(settings := getattr(layout.config, section), RewardModel):
         n_seqs = settings.max_num_seqs
         changes = [Change(f"{section}.max_num_seqs", 1, tuple(n_seqs >> i for i in (1, 2, 3) if n_seqs >> i))]
@@ -160,7 +160,7 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
         return [*changes, *_shorten_texts(layout.config)]
     if properties.managed_memory:
         share = engine.gpu_memory_utilization
-        colocated = any(section in pair for pair in layout.config.may_share())
+        colocated = any(section in pair for pair in layout.may_share)
         shares = [round(share * part, 3) for part in (1.25, 1.5, 2, 3, 0.8, 0.6, 0.4)]
         shares = [v for v in (shares if colocated else [0.8, 0.9, 0.95]) if v != share and v <= 0.95]
         changes.append(Change(f"{section}.gpu_memory_utilization", 1, tuple(shares)))

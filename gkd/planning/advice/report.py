@@ -76,7 +76,7 @@ class PlanReport:
         """Return everything, with bytes and seconds as they are."""
         return {
             "hardware": asdict(self.layout.hardware),
-            "workload": asdict(self.layout.workload()),
+            "workload": asdict(self.layout.workload),
             "memory": [asdict(m) | {"total": m.total, "margin": m.margin, "fits": m.fits} for m in self.memory],
             "advice": [
                 asdict(a) | {"overrides": a.overrides(), "level_name": LEVEL_NAMES[a.level]} for a in self.advice
@@ -151,7 +151,7 @@ def show(report: PlanReport, file: IO[str] | None = None) -> None:
 
 
 def _summary(report: PlanReport) -> str:
-    layout, workload = report.layout, report.layout.workload()
+    layout, workload = report.layout, report.layout.workload
     models = [f"student {_count(layout.models.student)}"]
     if layout.models.teacher is not None:
         models.append(f"teacher {_count(layout.models.teacher)}")

@@ -25,7 +25,7 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
     """
     pools = layout.config.groups()
     if not layout.hardware.is_cpu:
-        shared = layout.config.may_share()
+        shared = layout.may_share
         if only is not None:
             pools = {group: pool for group, pool in pools.items() if group == only or {group, only} in shared}
         groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
@@ -55,7 +55,7 @@ def needs_offload(layout: Layout) -> bool:
         return False
     groups = layout.config.groups()
     memories = [pool_memory(layout, group, pool) for group, pool in groups.items()]
-    return _needs_offload(layout, memories, layout.config.may_share())
+    return _needs_offload(layout, memories, layout.may_share)
 
 
 def with_micro_batch(layout: Layout) -> Config:

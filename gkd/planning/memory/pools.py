@@ -79,7 +79,7 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
 
 def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     """Return the largest micro-batch of a rank; one sequence is never divided, so it holds at least the longest."""
-    workload, actor = layout.workload(), layout.config.actor
+    workload, actor = layout.workload, layout.config.actor
     samples = -(-(actor.mini_batch_size or workload.samples) // world)
     whole = max(samples * workload.length, workload.longest)
     tokens = min(max(actor.micro_batch_tokens, workload.longest), whole)
@@ -118,7 +118,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
 def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
     """Count the weights, and a forward pass of as many sequences as run at a time (gkd.inference.classifier)."""
     shape, c, settings = layout.models.shape_of("reward_model"), layout.compute_bytes, layout.config.reward_model
-    tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload().longest)
+    tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload.longest)
     items = {
         "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
         "activations": float(_pass_bytes(shape, tokens, c)),
@@ -146,7 +146,7 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         items["collectives"] = COLLECTIVES  # there before vLLM takes its share
     if left > cache:
         items["rest of its share"] = left - cache  # vLLM does not start where others have it
-    longest = layout.workload().longest
+    longest = layout.workload.longest
     if isinstance(engine, Scorer):
         rows = min(managed.prompt_rows, longest)
         items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
@@ -198,7 +198,7 @@ def _engine_weights(shape: ModelShape, engine: Engine, c: int) -> float:
 
 def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return the memory of one vLLM engine on a CPU."""
-    shape, workload, c = layout.models.shape_of(group), layout.workload(), layout.compute_bytes
+    shape, workload, c = layout.models.shape_of(group), layout.workload, layout.compute_bytes
     items = {
         "weights": _engine_weights(shape, engine, c),
         "key-value cache": float(engine.cpu_cache_gb * GIB),
@@ -221,7 +221,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
 
 def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return what the class of the engines counts, and the process."""
-    shape, workload, is_scorer = layout.models.shape_of(group), layout.workload(), isinstance(engine, Scorer)
+    shape, workload, is_scorer = layout.models.shape_of(group), layout.workload, isinstance(engine, Scorer)
     load = EngineLoad(
         device=layout.device,
         n_parameters=shape.n_parameters,
@@ -256,7 +256,7 @@ def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
 def _n_held(layout: Layout, group: str, engine: Engine, cache: float) -> int:
     """Count the sequences of mean length that ``cache`` bytes hold."""
     a_token = kv_bytes(layout.models.shape_of(group), engine.tensor_parallel_size, layout.compute_bytes)
-    return int(cache // (a_token * _round_to_blocks(layout.workload().length)))
+    return int(cache // (a_token * _round_to_blocks(layout.workload.length)))
 
 
 def slots_of(layout: Layout, group: str, engine: Engine) -> int:
@@ -270,7 +270,7 @@ def slots_of(layout: Layout, group: str, engine: Engine) -> int:
     managed = engine_class(engine, shape).managed_memory
     if engine.max_num_seqs is not None or gpu.is_cpu or managed is None:
         return engine.slots
-    ahead = layout.workload().samples * (1 + layout.config.schedule.max_staleness)
+    ahead = layout.workload.samples * (1 + layout.config.schedule.max_staleness)
     most: int = managed.by_size(managed.max_num_seqs, gpu.memory)
     n_slots = min(most, max(engine.slots, -(-ahead // engine.n_engines)))
     cache = _cache_bytes(layout, group, engine, n_slots)
@@ -290,7 +290,7 @@ def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
         return engine.kv_cache_gb
     slots, a_token = slots_of(layout, group, engine), kv_bytes(shape, engine.tensor_parallel_size, c)
     left = _cache_bytes(layout, group, engine, slots)
-    gb = -(-2 * slots * a_token * _round_to_blocks(layout.workload().longest) // GIB)
+    gb = -(-2 * slots * a_token * _round_to_blocks(layout.workload.longest) // GIB)
     return gb if left > max(gb * GIB, managed.most_blocks * BLOCK * a_token) else None
 
 
@@ -333,7 +333,7 @@ def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: flo
 def _largest_top_k(layout: Layout, group: str, shape: ModelShape) -> int:
     """Return the largest K of any request that a group that scores gets."""
     in_validation = min(layout.config.data.val_top_k, shape.vocabulary)
-    return max(layout.workload().top_k, in_validation) if group == "teacher" else 0
+    return max(layout.workload.top_k, in_validation) if group == "teacher" else 0
 
 
 def _cache_notes(n_held: int, longest: int, slots: int) -> tuple[str, ...]:

@@ -40,18 +40,16 @@ class SimulatedBatch:
 
 
 class GroupClock:
-    """Keeps a group's own time, which passes while the group works, and what happens in it."""
+    """Keeps a group's own time, which passes while the group works, and what happens in it.
+
+    ``slowness``: how many times as long it takes now as on a device of its own.
+    """
 
     def __init__(self, device: str, n_workers: int) -> None:
         self.device, self.n_workers = device, n_workers
         self.now, self.worked, self.busy, self.paused = 0.0, 0.0, 0, False
-        self.worked_at = [0.0]
+        self.worked_at, self.slowness = [0.0], 1.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
-
-    @property
-    def is_working(self) -> bool:
-        """Whether the group's time passes."""
-        return self.busy > 0 and not self.paused
 
     def advance(self, seconds: float) -> None:
         """Let so much of the group's time pass."""

@@ -55,6 +55,7 @@ class _Simulation:
         self.groups = {name: GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
         self.driver = GroupClock("driver", 1)
         self.clocks = [*self.groups.values(), self.driver]
+        self.shares_devices = len({clock.device for clock in self.clocks}) < len(self.clocks)
         self.engines = [EngineClock() for _ in range(run.sampling.n_engines)]
         # What is to be sent to scorers, by step and place; what they were sent and have not begun; with what they have.
         self.unsent: dict[str, list[tuple[int, int, SimulatedSample]]] = {name: [] for name in run.scoring}
@@ -85,21 +86,27 @@ class _Simulation:
 
     def _advance(self) -> None:
         """Go on to the next event of any group."""
-        working = [clock for clock in self.clocks if clock.is_working]
-        load = dict.fromkeys((clock.device for clock in working), 0.0)
-        for clock in working:
-            load[clock.device] += 1 / self.run.at_once
-        slowness = [max(1.0, load[clock.device]) for clock in working]
+        working = [clock for clock in self.clocks if clock.busy > 0 and not clock.paused]
+        if self.shares_devices:
+            self._slow_down(working)
         nearest: GroupClock | None = None
         dt = float("inf")
-        for clock, slower in zip(working, slowness, strict=True):
-            if clock.events and (left := max(0.0, clock.events[0][0] - clock.now) * slower) < dt:
+        for clock in working:
+            if clock.events and (left := max(0.0, clock.events[0][0] - clock.now) * clock.slowness) < dt:
                 nearest, dt = clock, left
         assert nearest is not None, "somebody works until the last step has ended"
         self.time += dt
-        for clock, slower in zip(working, slowness, strict=True):
-            clock.advance(dt / slower)
+        for clock in working:
+            clock.advance(dt / clock.slowness)
         heapq.heappop(nearest.events)[2]()
+
+    def _slow_down(self, working: Sequence[GroupClock]) -> None:
+        """Have each group work as fast as those that work besides it on its device leave it."""
+        load = dict.fromkeys((clock.device for clock in working), 0.0)
+        for clock in working:
+            load[clock.device] += 1 / self.run.at_once
+        for clock in working:
+            clock.slowness = max(1.0, load[clock.device])
 
     def _run_after(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
         """Have ``action`` happen after so many seconds of a group's own time."""
@@ -137,20 +144,22 @@ class _Simulation:
         engines, capacity = self.engines, self.run.sampling.capacity
         changed: set[int] = set()
         while self.waiting:
-            able = [i for i in range(len(engines)) if engines[i].version >= self.waiting[0].version]
-            emptiest = min(able, key=lambda i: engines[i].held, default=None)
-            if emptiest is None or engines[emptiest].held >= capacity:
+            emptiest, least = -1, capacity
+            for number, engine in enumerate(engines):
+                if engine.held < least and engine.version >= self.waiting[0].version:
+                    emptiest, least = number, engine.held
+            if emptiest < 0:
                 break
             sample = self.waiting.popleft()
             home = self.homes.get(sample.prompt, emptiest)
-            if engines[home].held >= min(capacity, engines[emptiest].held + self.run.n):
+            if engines[home].held >= min(capacity, least + self.run.n):
                 home = emptiest
             self.homes[sample.prompt], sample.engine = home, home
             engines[home].held += 1
             engines[home].waiting.append(sample)
             changed.add(home)
-        for engine in changed:
-            self._continue(engine)
+        for number in changed:
+            self._continue(number)
 
     def _continue(self, number: int) -> None:
         """Account for what an engine has sampled so far, begin what waits there, and plan its next end of a sample."""
@@ -278,7 +287,7 @@ class _Simulation:
         if (batch := self.batches.get(self.step)) is None:
             return
         updating = self.run.updating
-        while batch.delivered.issuperset(range(self.fed, self.fed + updating.unit)):
+        while self.fed in batch.delivered and batch.delivered.issuperset(range(self.fed, self.fed + updating.unit)):
             unit = batch.samples[self.fed : self.fed + updating.unit]
             tokens = sum(self.run.prompt + sample.length for sample in unit)
             if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:

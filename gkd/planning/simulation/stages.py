@@ -150,7 +150,7 @@ def weights_read(shape: ModelShape, n: float) -> float:
 
 def generate_s(layout: Layout, engine: Engine) -> float:
     """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
-    workload = layout.workload()
+    workload = layout.workload
     sampled = workload.samples * layout.config.algorithm.on_policy_share
     each = max(1.0, sampled / engine.n_engines)
     at_once = min(each, concurrent_sequences(layout, "rollout", engine))
@@ -160,14 +160,14 @@ def generate_s(layout: Layout, engine: Engine) -> float:
 
 def prefill_s(layout: Layout, engine: Engine) -> float:
     """Return the seconds that an engine takes for a prompt."""
-    shape, prompt = layout.models.student, layout.workload().prompt
+    shape, prompt = layout.models.student, layout.workload.prompt
     rate, _ = _engine_speed(layout, engine.tensor_parallel_size)
     return prompt * forward_flops(shape, prompt / 2) / rate + network_s(layout, shape, engine, prompt)
 
 
 def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     """Return the seconds that an engine takes for the next token of ``n`` responses: it reads weights and caches."""
-    workload, shape, c = layout.workload(), layout.models.student, layout.compute_bytes
+    workload, shape, c = layout.workload, layout.models.student, layout.compute_bytes
     rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
     tp = engine.tensor_parallel_size
@@ -194,7 +194,7 @@ def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) 
 
 def score_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float:
     """Return the seconds of scoring a batch: one pass over every token."""
-    return max(1.0, layout.workload().samples / pool.n_engines) * score_one_s(layout, group, pool)
+    return max(1.0, layout.workload.samples / pool.n_engines) * score_one_s(layout, group, pool)
 
 
 def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float:
@@ -202,7 +202,7 @@ def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float
 
     vLLM has the head at every token, the torch engine at those of the response. A reward model has one output instead.
     """
-    shape, workload, length = layout.models.shape_of(group), layout.workload(), layout.workload().length
+    shape, workload, length = layout.models.shape_of(group), layout.workload, layout.workload.length
     if isinstance(pool, RewardModel):
         return length * forward_flops(shape, length / 2) / layout.hardware.flops
     its = engine_class(pool, shape)
@@ -227,7 +227,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     runs forward twice, at the tokens of responses. Weights are gathered and come from the host's memory for forward and
     backward pass, gradients are reduced and go there.
     """
-    workload, hardware, shape, actor = layout.workload(), layout.hardware, layout.models.student, layout.config.actor
+    workload, hardware, shape, actor = layout.workload, layout.hardware, layout.models.student, layout.config.actor
     c, lora, size = layout.compute_bytes, actor.lora.r is not None, actor.copy_size(world)
     mini = min(actor.mini_batch_size or workload.samples, workload.samples)
     n_whole, rest = divmod(workload.samples, mini)
@@ -295,7 +295,7 @@ def sync_s(layout: Layout, world: int, nnodes: int) -> float:
     if not transfer.gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _is_on_one_node(layout) else hardware.network
-    sent = 0.0 if "rollout" in layout.config.groups_on_actor_gpus() else n_bytes / link
+    sent = 0.0 if {"actor", "rollout"} in layout.may_share else n_bytes / link
     loaded = shape.n_layers * LOAD_LAYER_S + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth)
     return SWITCH_S + gathered + loaded + sent
 

@@ -54,7 +54,7 @@ def streams(layout: Layout) -> bool:
 
 def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     """Return what is simulated for a layout."""
-    config, workload, scale = layout.config, layout.workload(), _Scale.from_layout(layout)
+    config, workload, scale = layout.config, layout.workload, _Scale.from_layout(layout)
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
     chunk = config.actor.micro_batch_tokens * world / scale.weight if streams(layout) else None
@@ -95,7 +95,7 @@ class _Scale:
 
     @classmethod
     def from_layout(cls, layout: Layout) -> _Scale:
-        workload, n = layout.workload(), min(layout.config.rollout.n, MOST_SAMPLES)
+        workload, n = layout.workload, min(layout.config.rollout.n, MOST_SAMPLES)
         n_prompts = max(1, min(workload.prompts, MOST_SAMPLES // n))
         return cls(n_prompts, n, workload.samples / (n_prompts * n))
 
@@ -108,7 +108,7 @@ class _Scale:
 def _sampling_group(layout: Layout, scale: _Scale, factors: Factors) -> SamplingGroup:
     engine, share = layout.config.rollout, layout.config.algorithm.on_policy_share * factors.generate
     n_engines, each = scale.servers(engine.n_engines)
-    workload, schedule = layout.workload(), layout.config.schedule
+    workload, schedule = layout.workload, layout.config.schedule
     prompt_s = prefill_s(layout, engine)
     prefill = prompt_s * workload.prompts / workload.samples
     recompute = prompt_s / workload.prompt if schedule.in_flight and schedule.recompute_cache else 0.0
@@ -140,7 +140,7 @@ def _scoring_groups(layout: Layout, scale: _Scale, factors: Factors) -> dict[str
         scoring[group] = ScoringGroup(
             n_servers,
             score_one_s(layout, group, pool) * each * factors.score,
-            a_pass=max(1, int(n_tokens / layout.workload().length / each)),
+            a_pass=max(1, int(n_tokens / layout.workload.length / each)),
             held=max(1, round(OVERBOOKED * pool.max_num_seqs / each)),
         )
     return scoring
@@ -153,7 +153,7 @@ def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()
     ones in every step, in another order. All as long as the limit where ``plan.response_length`` is not given.
     Distributed as those ``seen``, where there are any, and cut at the limit, too.
     """
-    workload, config = layout.workload(), layout.config
+    workload, config = layout.workload, layout.config
     spread = config.plan.response_spread if config.plan.response_length else 0.0
     limit = config.rollout.max_response_length
     lengths = _distribute(tuple(seen), workload.response, limit, spread, n, workload.samples)

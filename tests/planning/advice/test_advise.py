@@ -94,7 +94,7 @@ def test_no_limit_is_advised_below_a_mean_length_that_is_given(mean: str) -> Non
     for one in advise(s, "actor"):
         require_lengths(layout_of(*case, *one.overrides().split()).config, s.models)
     setting = "rollout.max_response_length" if "response" in mean else "data.max_prompt_length"
-    offered = [change.setting for change in actor_changes(s.config, s.workload().longest, None) if change.values]
+    offered = [change.setting for change in actor_changes(s.config, s.workload.longest, None) if change.values]
     assert setting not in offered
     assert {"rollout.max_response_length", "data.max_prompt_length"} & set(offered)
 
@@ -139,8 +139,8 @@ def test_advice_for_all_groups_at_once_composes_and_fits(case: str) -> None:
 @pytest.mark.parametrize("case", ALL)
 def test_nothing_is_called_hopeless_where_there_is_a_way(case: str) -> None:
     out = io.StringIO()
-    show(plan(layout_of(*ALL[case]), None, None, False), out)
     planned = plan(layout_of(*ALL[case]), None, None, False)
+    show(planned, out)
     assert planned.all_groups and planned.all_groups in " ".join(out.getvalue().split())
     assert not any(explain_no_advice(planned.layout, memory) in out.getvalue() for memory in planned.memory)
 

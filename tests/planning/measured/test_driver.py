@@ -175,7 +175,7 @@ def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> N
     assert sorted(run_of(short, 0, factors).lengths(1)) == [10.0] * 32 + [60.0] * 32
     shorter = replace(ran, config=with_settings(ran.config, {"rollout.max_response_length": 40}))
     assert sorted(run_of(shorter, 0, factors).lengths(1)) == [10.0] * 32 + [40.0] * 32
-    assert (ran.workload().response, shorter.workload().response) == (55, 40)
+    assert (ran.workload.response, shorter.workload.response) == (55, 40)
     fixed_length = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=250")
     assert min(run_of(fixed_length, 0, factors).lengths(1)) > 100  # what is asked for goes before what was
 

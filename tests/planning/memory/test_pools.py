@@ -40,7 +40,7 @@ def test_an_engine_of_ones_own_is_counted_with_one_forward_pass(monkeypatch: pyt
     assert items["activations"] == 16_384 * a_token
     assert items["weights"] == 2 * shape.n_parameters
     monkeypatch.setattr(engine_class(s.config.rollout, shape), "pass_tokens", {"cuda": 1024})
-    longest = s.workload().longest  # a sequence is never divided
+    longest = s.workload.longest  # a sequence is never divided
     assert pool_memory(s, "rollout", s.config.rollout).items["activations"] == longest * a_token
 
 
@@ -65,7 +65,7 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
     """By hand: 0.85 of the GPU without weights, context, graphs and the largest step, in sequences of mean length."""
     large, length = (*DISTIL, "trainer.batch_size=4096"), 1280
     s = layout_of(*large)
-    assert s.workload().length == length and s.hardware.memory == pytest.approx(79.1 * 2**30)
+    assert s.workload.length == length and s.hardware.memory == pytest.approx(79.1 * 2**30)
     assert slots_of(s, "rollout", s.config.rollout) == 1024  # vLLM's own limit; its cache holds more
     assert concurrent_sequences(s, "rollout", s.config.rollout) == 1024
     shape, engine = s.models.student, s.config.rollout
@@ -100,7 +100,7 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
 def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
     """By hand: of 128 sequences, twice, in whole GiB; more than that would be millions of blocks of 16 tokens."""
     s = layout_of("+recipe=grpo", "model.size=0.5b", "trainer.batch_size=16", "rollout.n=8", "plan.gpu_type=h200")
-    shape, engine, longest = s.models.student, s.config.rollout, s.workload().longest
+    shape, engine, longest = s.models.student, s.config.rollout, s.workload.longest
     a_token = 2 * 24 * 2 * 64 * 2
     assert kv_bytes(shape, 1, 2) == a_token and longest % 16 == 0
     gb = -(-2 * 128 * longest * a_token // 2**30)

@@ -112,7 +112,7 @@ def test_an_engine_over_two_nodes_waits_for_the_network() -> None:
     pool = ["teacher.n_gpus_per_node=2", "teacher.nnodes=2", "teacher.tensor_parallel_size=4"]
     s = layout_of(*H200, *pool, "teacher.across_nodes=true", "plan.network_gb_s=50", "trainer.batch_size=1")
     on_one = s.config.teacher.model_copy(update={"n_gpus_per_node": 4, "nnodes": 1})
-    length = s.workload().prompt + s.workload().response
+    length = s.workload.prompt + s.workload.response
     waited = 28 * 2 * (20e-6 + length * 1_536 * 2 / 50e9)
     assert score_s(s, "teacher", s.config.teacher) - score_s(s, "teacher", on_one) == pytest.approx(waited)
 
@@ -139,7 +139,7 @@ def test_gpus_that_repeat_heads_of_the_cache_read_these_each() -> None:
             "rollout.n_gpus_per_node=4", "rollout.tensor_parallel_size=4", "data.max_prompt_length=30000")  # fmt: skip
     s = layout_of(*wide)
     seconds = [decode_s(s, s.config.rollout, n) for n in (1000, 2000)]
-    context = s.workload().prompt + s.workload().response / 2
+    context = s.workload.prompt + s.workload.response / 2
     a_gpu = 1000 * context * 28 * 1 * 128 * 2 * 2 / (3350e9 * 0.8 * 0.85)
     assert seconds[1] - seconds[0] == pytest.approx(a_gpu, rel=0.01)
 
@@ -198,7 +198,7 @@ def test_log_probabilities_that_ratios_start_from_are_of_responses() -> None:
     """By hand: one pass of all tokens through the layers, of the responses' through the head."""
     short = ("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", "data.max_prompt_length=3840")
     once, twice = (layout_of(*short, f"actor.epochs={n}") for n in (1, 2))
-    workload, shape = once.workload(), once.models.student
+    workload, shape = once.workload, once.models.student
     layers = workload.length * forward_flops(shape, workload.length / 2)
     seconds = workload.samples * (layers + workload.response * 2 * shape.head) / once.hardware.flops
     assert update_s(twice, 1, 1) - 2 * update_s(once, 1, 1) == pytest.approx(seconds)
