@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing.connection
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,16 +99,23 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
     """
     from vllm import LLM
 
-    from gkd.weights.vllm_plugin import noting_errors
-
     # An engine makes several collections while it starts, each of which would search all that was imported: that is
     # more than half of its time. vLLM does the same once it has started.
     gc.freeze()
     compile_apart(device)
     meet_in_session()
+    with _reasons_of_processes():
+        return LLM(**arguments)
+
+
+@contextmanager
+def _reasons_of_processes() -> Iterator[None]:
+    """Raise RuntimeError with why a process that vLLM starts meanwhile did not; vLLM states only that it did not."""
+    from gkd.weights.vllm_plugin import noting_errors
+
     with noting_errors(find_session_directory()) as first_error:
         try:
-            return LLM(**arguments)
+            yield
         except Exception as error:
             reason = first_error()
             if reason is None and type(error) is Exception:  # vLLM's, that a process did not start
@@ -146,8 +154,8 @@ def _call(_: Any, function: Callable[[], ProcessResult]) -> ProcessResult:
 class Follower:
     """The processes of an engine on a further node: they do what the leader's engine requests.
 
-    ``arguments`` are those of the leader but for the NodeSpan. Returns when all parts of the engine have met; vLLM
-    raises what it likes when they do not.
+    ``arguments`` are those of the leader but for the NodeSpan. Returns when all parts of the engine have met. Raises
+    what :func:`start_llm` raises when they do not.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -159,7 +167,8 @@ class Follower:
         meet_in_session()
         # Defaults, such as how many tokens a step has, depend on the context; vllm.LLM has this one.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
-        self._executor = MultiprocExecutor(config, monitor_workers=False)
+        with _reasons_of_processes():
+            self._executor = MultiprocExecutor(config, monitor_workers=False)
 
     def serve(self) -> None:
         """Wait until one of the processes ends, and raise RunFailed then."""

@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from gkd.cluster.workers.environment import environment
 from gkd.config import load
 from gkd.data.model_info import ModelInfo
 from gkd.inference import vllm_sampler
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_lifecycle import call_processes, start_llm
+from gkd.inference.vllm_lifecycle import Follower, call_processes, start_llm
 from gkd.weights import vllm_plugin
 from tests.vllm.conftest import VLLM_LENGTH, VLLM_VOCABULARY
 
@@ -42,6 +45,10 @@ def main(whole: str, broken: str) -> None:
         else:
             print(f"process: {call_processes(llm.llm_engine, os.getpid)[0]}", flush=True)
             signal.pause()
+
+
+def follow() -> object:
+    return Follower({"model": "any"})
 
 
 def test_a_process_of_an_engine_says_why_it_does_not_start_and_ends_with_its_worker(
@@ -94,13 +101,22 @@ def test_an_error_that_vllm_logs_and_goes_on_from_is_not_why_a_process_did_not_s
         assert first_error() == "ValueError: no memory"
 
 
-def test_a_process_that_was_killed_as_it_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**arguments: object) -> None:
+@pytest.mark.parametrize(
+    ("part", "start"),
+    [("vllm.LLM", lambda: start_llm({}, "cpu")), (f"{MultiprocExecutor.__module__}.MultiprocExecutor", follow)],
+)
+def test_a_process_that_was_killed_as_it_started_is_named(
+    part: str, start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of an engine's on a further node."""
+
+    def fail(*arguments: object, **settings: object) -> None:
         raise Exception("WorkerProc initialization failed. See stack trace for root cause.")
 
-    monkeypatch.setattr("vllm.LLM", fail)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda *arguments, **settings: None)
+    monkeypatch.setattr(part, fail)
     with pytest.raises(RuntimeError, match=r"killed"):
-        start_llm({}, "cpu")
+        start()
 
 
 if __name__ == "__main__":
