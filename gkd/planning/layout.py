@@ -241,7 +241,7 @@ def engine_class(engine: Engine, shape: ModelShape) -> Any:
     """
     assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
     if isinstance(engine, Scorer):
-        decided = engine.engine_for(lambda: not any(layers.experts for layers in shape.layers))
+        decided = engine.engine_for(lambda: shape.is_dense)
         engine = engine.model_copy(update={"engine": decided})
     return engine.engine_class
 

@@ -104,6 +104,11 @@ class ModelShape:
         return sum(kind.count for kind in self.layers)
 
     @cached_property
+    def is_dense(self) -> bool:
+        """Whether every token is multiplied with all weights of every layer."""
+        return not any(kind.experts for kind in self.layers)
+
+    @cached_property
     def n_root(self) -> int:
         """Count the parameters in no layer."""
         return sum(w.size for w in self.root)

@@ -208,7 +208,7 @@ def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float
     its = engine_class(pool, shape)
     n_rows = length if its.managed_memory else workload.response
     rate, _ = _engine_speed(layout, pool.tensor_parallel_size)
-    if not (layout.hardware.is_cpu or pool.enforce_eager):
+    if shape.is_dense and not (layout.hardware.is_cpu or pool.enforce_eager):
         rate *= min(its.compiled_speed, 1 / (layout.config.plan.efficiency or GPU_EFFICIENCY))  # at most the GPU's own
     computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
     return computed + network_s(layout, shape, pool, length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,15 @@ def test_no_scorer_computes_faster_than_its_gpu() -> None:
     eager = layout_of(*H200, *settings, "plan.efficiency=1.0", "teacher.enforce_eager=true")
     seconds = [score_s(s, "teacher", s.config.teacher) for s in (usual, most, eager)]
     assert seconds == pytest.approx(seconds[-1:] * 3)
+
+
+def test_layers_with_experts_are_not_compiled() -> None:
+    """Where torch scores with such a model because it is named."""
+    layouts = [layout_of(*H200, "teacher.engine=torch", f"teacher.enforce_eager={eager}") for eager in (False, True)]
+    for shape, gain in ((layouts[0].models.teacher, 1.9), (shape_of(QWEN3_30B), 1.0)):
+        compiled, eager = (replace(s, models=replace(s.models, teacher=shape)) for s in layouts)
+        seconds = [score_s(s, "teacher", s.config.teacher) for s in (eager, compiled)]
+        assert seconds[0] == pytest.approx(gain * seconds[1])
 
 
 def test_a_step_is_near_the_measured_one() -> None:
