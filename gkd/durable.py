@@ -106,6 +106,18 @@ def replace_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)  # what stays is in nobody's way, and goes the next time
 
 
+def move_files(new: Path, directory: Path, last: str) -> None:
+    """Move all that ``new`` holds into ``directory``, on the same file system: ``last`` once the others are there.
+
+    Raises OSError.
+    """
+    for path in sorted(new.iterdir(), key=lambda path: path.name == last):
+        if path.name == last:
+            flush(directory)
+        path.replace(directory / path.name)
+    flush(directory)
+
+
 def apply_umask(files: Sequence[Path]) -> None:
     """Give files the permissions that the umask leaves, where a library made them for their owner alone."""
     if not files:

@@ -1,6 +1,7 @@
 """``gkd export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
 
-RUN is the run's output directory, OUT a directory that holds nothing yet. Without --step it is the newest checkpoint
+RUN is the run's output directory, OUT a directory that holds nothing yet, such as a volume mounted there, and has its
+config.json last. Without --step it is the newest checkpoint
 that is intact; a finished run's student, which may be of a later step, is in RUN/model. An adapter is merged into the
 weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
 """
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from gkd.driver.checkpoints.checkpoint import SavedCheckpoint
 
 
+UNFINISHED = ".gkd-export"
+"""What a model is written to, within OUT, before it is moved there."""
+OF_NOBODY = {UNFINISHED, "lost+found"}
+"""Names that a directory may have in it which holds nothing: of an export that was killed, and of a file system."""
+
+
 @entry_point
 def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
@@ -27,13 +34,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint; the newest unless given")
     options = parser.parse_args(arguments)
     out: Path = options.out.absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= OF_NOBODY):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
     saved = choose_checkpoint(options.run / "checkpoints", options.step)
     from gkd.driver.checkpoints.run_models import export
     from gkd.observability.report import steps_done
 
-    export(saved, out)
+    export(saved, out, out / UNFINISHED)
     line, steps = f"step {saved.state.step} of {options.run} is in {options.out}", steps_done(options.run)
     if options.step is None and steps is not None and steps > saved.state.step:
         line += f"; the trained student, of step {steps}, is in {options.run / 'model'}"

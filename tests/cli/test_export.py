@@ -1,12 +1,70 @@
-"""A checkpoint that is not there."""
+"""Checkpoints as models in directories that are there, and a checkpoint that is not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from gkd.cli.export import main
+from gkd.actor.loading import load
+from gkd.actor.optimizer import adamw
+from gkd.actor.state import part_of, write_part
+from gkd.cli.export import UNFINISHED, main
+from gkd.config import Actor, Lora
+from gkd.config import load as load_config
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
+from tests.data.models import save_model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a checkpoint of a tiny model, as one rank leaves it."""
+    model = save_model(tmp_path / "student")
+    student = load(str(model), lora=Lora(), dtype=torch.float32)
+    optimizer = adamw(student, Actor(lr=1e-3))
+    path = tmp_path / "run" / "checkpoints" / "step_2"
+    (path / "actor").mkdir(parents=True)
+    name = "actor/rank_00000.safetensors"
+    files = {name: write_part(optimizer, part_of(optimizer, torch.device("cpu"), None), path / name)}
+    config = load_config({}).model_dump(mode="json")
+    write(SavedCheckpoint(path, "step", RunState(step=2), config, str(model), "float32", {}, files))
+    return tmp_path / "run"
+
+
+def test_a_directory_that_is_there_is_filled_and_not_replaced(run: Path, tmp_path: Path) -> None:
+    """A volume's mount point can be neither renamed nor removed, and what is beside it is another disk's."""
+    out = tmp_path / "volume" / "out"
+    (out / "lost+found").mkdir(parents=True)
+    (out / UNFINISHED / "model").mkdir(parents=True)  # of an export that was killed
+    (out / UNFINISHED / "model" / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
+    before = out.stat().st_ino
+    assert main([str(run), str(out)]) == 0
+    assert out.stat().st_ino == before
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "lost+found"} <= names
+    assert not names & {UNFINISHED, "model-00001-of-00002.safetensors"}
+    there, own = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "student", out))
+    assert all(torch.equal(own[name], value) for name, value in there.items())
+
+
+def test_an_export_that_is_ended_while_its_files_are_moved_is_no_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads models looks for config.json, which comes last."""
+    moved = Path.replace
+
+    def fail_at_config(path: Path, target: Path) -> Path:
+        if target == tmp_path / "out" / "config.json":
+            assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in target.parent.iterdir()}
+            raise KeyboardInterrupt
+        return moved(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_at_config)
+    assert main([str(run), str(tmp_path / "out")]) == 130
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_run_that_left_no_checkpoint_has_its_student_named(

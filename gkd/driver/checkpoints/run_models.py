@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from gkd.config import Config, Lora
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, SavedCheckpoint, complete, read_intact
 from gkd.driver.inputs.find import find_files
+from gkd.durable import move_files
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import fingerprint
 from gkd.evaluation.plan import START
@@ -97,9 +99,11 @@ def _lora(saved: SavedCheckpoint) -> Lora:
     return Lora.model_validate(saved.config["actor"]["lora"])
 
 
-def export(saved: SavedCheckpoint, out: Path) -> None:
+def export(saved: SavedCheckpoint, out: Path, unfinished: Path) -> None:
     """Write a checkpoint as a Hugging Face model directory ``out``, as the run itself writes its student.
 
+    It is written in the directory ``unfinished`` within ``out``, which may be where a volume is mounted: what lies
+    beside that is on another disk. config.json, without which no model is read, comes last.
     Raises ConfigError where the model that was trained is not where it was.
     """
     import torch
@@ -108,8 +112,13 @@ def export(saved: SavedCheckpoint, out: Path) -> None:
 
     base = check_causal_lm(saved.model, "the model that was trained")
     student = _load_student(saved, base)
-    with torch.no_grad():
-        write_pretrained(student, base, _lora(saved), getattr(torch, saved.dtype), out, writes=True)
+    new = unfinished / "model"
+    try:
+        with torch.no_grad():
+            write_pretrained(student, base, _lora(saved), getattr(torch, saved.dtype), new, writes=True)
+        move_files(new, out, last="config.json")
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _read_model(path: str) -> Iterator[tuple[str, Tensor]]:
