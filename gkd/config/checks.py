@@ -227,8 +227,17 @@ def _rewards_can_be_learned_from(config: Config) -> None:
         raise ValueError(f"rollout.n={config.rollout.n}: {why} of one prompt's samples; at least 2")
     if not config.reward.functions and not config.uses_task:
         raise ValueError(f"reward.functions is empty: {why}")
+    if (weights := config.reward.weights) and not any(weights) and not _learns_beside_rewards(config):
+        raise ValueError(f"reward.weights={weights}: {why}, and with weights of 0 all are equal")
     if config.has_reward_model_group and config.reward_model.model.path is None:
         raise ValueError("reward.functions names reward_model, and reward_model.model.path is not set")
+
+
+def _learns_beside_rewards(config: Config) -> bool:
+    """Return whether functions whose weights are 0, so that they are logged alone, leave something to learn from."""
+    algorithm = config.algorithm
+    penalty = algorithm.overlong.action == "penalty"
+    return bool(penalty or algorithm.distils or algorithm.advantage.teacher_kl or algorithm.supervised_weight)
 
 
 def _own_answers_can_be_learned_from(config: Config) -> None:

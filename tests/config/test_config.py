@@ -59,6 +59,20 @@ def test_every_setting_says_what_it_means() -> None:
     assert all(meaning for meaning in settings().values())
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+recipe=grpo", "reward.functions=[accuracy,length]", "reward.weights=[1,0]"],
+        ["+recipe=grpo", "reward.weights=[0]", "algorithm.overlong={action: penalty, buffer: 2}"],
+        ["+recipe=grpo", "reward.weights=[0]", "algorithm.advantage.teacher_kl=1"],
+        ["+recipe=distill_and_reward", "reward.weights=[0]"],
+    ],
+)
+def test_rewards_may_be_logged_alone_beside_what_is_learned_from(overrides: list[str]) -> None:
+    """With nothing beside them they are refused, as tests/messages.txt has it."""
+    assert compose(overrides).reward.weights in ([1.0, 0.0], [0.0])
+
+
 def test_one_text_is_a_list_of_one_wherever_texts_are_a_list(tmp_path: Path) -> None:
     lone = ["reward.functions=accuracy", "trainer.trackers=tensorboard", "rollout.stop=x", "data.train_files=q.jsonl"]
     lone += ["data.val_sets.a.rewards=format", "data.val_sets.a.files=q.jsonl", "data.val_sets.a.stop=y"]
