@@ -6,12 +6,16 @@ left for the key-value cache. What this project adds lies outside that share (gk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 from gkd.config import TRANSFERS, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, EngineLoad
+from gkd.errors import ConfigError, one_line
 from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import (
     MicroBatchSize,
@@ -238,8 +242,22 @@ def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory
         top_k=_largest_top_k(layout, group, shape),
     )
     on_cpu = ACTOR_PROCESS if is_scorer else ENGINE_PROCESS
-    items = engine_class(engine, shape).memory(load) | {"process": on_cpu if layout.hardware.is_cpu else CONTEXT}
+    kind = engine_class(engine, shape)
+    counted = kind.memory(load)  # of a class of the user's, anything
+    if not _is_bytes_by_item(counted):
+        raise ConfigError(
+            f"{group}.engine: {kind.__name__}.memory() is to return bytes by item, such as {{'weights': 2.5e9}}, "
+            f"and returns {one_line(repr(counted))}"
+        )
+    items = {**counted, "process": on_cpu if layout.hardware.is_cpu else CONTEXT}
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory)
+
+
+def _is_bytes_by_item(counted: Any) -> bool:
+    return isinstance(counted, Mapping) and all(
+        isinstance(name, str) and isinstance(size, Real) and 0 <= float(size) < math.inf
+        for name, size in counted.items()
+    )
 
 
 def _pass_bytes(shape: ModelShape, tokens: int, c: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from gkd.errors import ConfigError
 from gkd.planning.advice.advise import plan_sizes
 from gkd.planning.layout import engine_class, with_settings
 from gkd.planning.memory.pools import (
@@ -19,6 +22,7 @@ from gkd.planning.memory.pools import (
 )
 from gkd.planning.shapes import shape_of, shape_of_size
 from tests.error_text import contains_in_order
+from tests.own.random_tokens import RandomTokens
 from tests.planning.layouts import QWEN3_30B, layout_of
 
 DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
@@ -59,6 +63,20 @@ def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:
     held = int(memory.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
     assert f"holds {held:,} sequences of 1,280 tokens" in memory.notes[0]
     assert concurrent_sequences(s, "rollout", s.config.rollout) == 128
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [None, 3, [("weights", 1.0)], {"weights": None}, {"weights": "1"}, {"a": -1.0}, {"a": math.nan}, {1: 1.0}],
+)
+def test_an_engine_that_counts_no_bytes_is_refused(counted: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tests.own.random_tokens:RandomTokens"
+    s = layout_of("+recipe=grpo", "model.size=7b", f"rollout.engine={name}")
+    monkeypatch.setattr(RandomTokens, "memory", lambda load: counted)
+    with pytest.raises(ConfigError, match=r"^rollout.engine: RandomTokens.memory\(\)"):
+        pool_memory(s, "rollout", s.config.rollout)
+    monkeypatch.setattr(RandomTokens, "memory", lambda load: {"weights": np.float32(2e9)})
+    assert pool_memory(s, "rollout", s.config.rollout).items["weights"] == 2e9
 
 
 def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() -> None:
