@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 CONFIG = "config.yaml"
 """The resolved configuration."""
@@ -86,7 +88,11 @@ class LineReader:
 
 
 def parse(content: bytes) -> Any:
-    """Return what JSON holds. Raises ValueError, for NaN, which it has not, and for what is nested too deep, too."""
+    """Return what JSON holds.
+
+    Raises ValueError, also for NaN, which it has not, for numbers that are no finite float, and for what is nested too
+    deep.
+    """
     try:
         return _DECODER.decode(content.decode("utf-8"))
     except RecursionError:
@@ -97,7 +103,34 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _require_finite(text: str, kind: type[int] | type[float]) -> float:
+    number = kind(text)
+    if not abs(number) <= sys.float_info.max:
+        raise ValueError(f"{text[:20]}... is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse,
+    parse_float=partial(_require_finite, kind=float),
+    parse_int=partial(_require_finite, kind=int),
+)
+
+
+def read_json(file: Path, kind: type, **fields: type) -> Any:
+    """Return what a JSON file holds.
+
+    Raises ConfigError where it is not readable, not of the ``kind``, or an object without these ``fields``.
+    """
+    try:
+        content = parse(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
+    if not isinstance(content, kind):
+        raise ConfigError(f"{file} cannot be read: it holds no {kind.__name__}")
+    if fields and (fault := find_fault(content, fields)):
+        raise ConfigError(f"{file} cannot be read: {fault}")
+    return content
 
 
 def find_fault(record: Any, fields: Mapping[str, type]) -> str | None:
@@ -118,3 +151,14 @@ def find_fault(record: Any, fields: Mapping[str, type]) -> str | None:
 def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
     """Return what :class:`LineReader` reads of a file, once. Raises ConfigError."""
     return LineReader(file, False, **fields).read()
+
+
+def read_best(output: Path) -> dict[str, Any] | None:
+    """Return ``metric``, ``value`` and ``step`` of a run's best validation; None where it states none.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    if not (output / BEST).exists():
+        return None
+    best: dict[str, Any] = read_json(output / BEST, dict, metric=str, value=float, step=int)
+    return best

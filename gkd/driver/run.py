@@ -19,7 +19,7 @@ from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.loading import dump_yaml
-from gkd.config.output_files import BEST, CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
+from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.config.validating import require_figures
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
@@ -141,7 +141,7 @@ def _forget_after(saved: SavedCheckpoint, output: Path) -> int:
     """Forget what the run's files state of steps after a checkpoint, and of its end; returns the checkpoint's step."""
     cut(output / METRICS, saved.state.last_logged_step)
     cut(output / SAMPLES, saved.state.step)
-    forget_best_after(output / BEST, saved.state.last_logged_step)
+    forget_best_after(output, saved.state.last_logged_step)
     for file in (output / SUMMARY, *output.glob("results/*.json")):
         file.unlink(missing_ok=True)  # of an end that is not the end any more
     return saved.state.step

@@ -76,7 +76,7 @@ class AnswerLog:
                 values = json.loads(line)
                 key = AnswerKey(**{name: values[name] for name in AnswerKey.__dataclass_fields__})
                 own = RecordedAnswer(**{name: values[name] for name in RecordedAnswer.__dataclass_fields__})
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ConfigError(
                     f"{self.path} line {number} is no answer of gkd evaluate: move the file away"
                 ) from None

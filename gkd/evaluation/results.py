@@ -87,7 +87,7 @@ def read_results(path: Path) -> Results:
         if not (isinstance(results.model, str) and isinstance(results.set, str) and isinstance(results.strategy, str)):
             raise TypeError("model, set and strategy are names")
         return results
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
         raise ConfigError(f"{path} holds no results of gkd evaluate: model, set, n, scores and questions") from None
 
 

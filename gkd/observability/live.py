@@ -56,7 +56,8 @@ def sparkline(values: Sequence[float], width: int = CURVE) -> str:
     """Return the curve of values in at most ``width`` characters, each the mean of as many neighbours."""
     n = min(width, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    unit = max(map(abs, values)) or 1.0  # sums of what has diverged may be beyond floats
+    means = [sum(value / unit for value in values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
@@ -108,7 +109,7 @@ def stages(row: Mapping[str, Any], width: int = CURVE) -> str:
     if not total or not timed:
         return ""
     return "\n".join(
-        f"{stage:8}  {seconds:7.2f} s  {'█' * max(0, min(width, round(width * seconds / total)))}"
+        f"{stage:8}  {seconds:7.2f} s  {'█' * round(max(0, min(width, width * seconds / total)))}"
         for stage, seconds in timed
     )
 

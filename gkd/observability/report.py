@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gkd.config.output_files import SUMMARY
+from gkd.config.output_files import SUMMARY, parse, read_json
 from gkd.durable import replace
 from gkd.version import __version__
 
@@ -45,8 +45,8 @@ def write(summary: Summary, output_dir: Path) -> None:
 
 
 def read(output_dir: Path) -> Summary:
-    """Read summary.json; what only other versions write is left out. Raises OSError."""
-    content = json.loads((output_dir / SUMMARY).read_text(encoding="utf-8"))
+    """Read summary.json; what only other versions write is left out. Raises ConfigError where it cannot be read."""
+    content = read_json(output_dir / SUMMARY, dict)
     names = {field.name for field in fields(Summary)}
     return Summary(**{name: value for name, value in content.items() if name in names})
 
@@ -54,7 +54,7 @@ def read(output_dir: Path) -> Summary:
 def steps_done(output_dir: Path) -> int | None:
     """Return the steps of a run that has ended, by summary.json; None of one that has not."""
     try:
-        return int(json.loads((output_dir / SUMMARY).read_text(encoding="utf-8"))["steps"])
+        return int(parse((output_dir / SUMMARY).read_bytes())["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

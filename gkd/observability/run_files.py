@@ -22,10 +22,10 @@ from gkd.config.output_files import (
     SUMMARY,
     LineReader,
     find_fault,
-    parse,
+    read_json,
 )
 from gkd.durable import hold
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError
 
 AGAIN_S = 60.0
 """Time after which a run that has ended has not begun again by itself (trainer.restarts)."""
@@ -45,6 +45,8 @@ QUEUE: dict[str, type] = {"rank": int, "health": str, "sampling": int, "scoring"
 
 PLACED: dict[str, type] = {"group": str, "node": str, "pid": int, "gpu_uuids": list}
 """What each record of placement.json has that is read."""
+MOST_PIDS = 1 << 31
+"""Beyond which the system's type for them has no number."""
 
 
 class RunFiles:
@@ -127,7 +129,7 @@ class RunFiles:
         file = self.path / SUMMARY
         if not self.is_finished:
             return None
-        content: dict[str, Any] = {"n_val": 0} | _read(file, dict)  # which earlier versions did not write
+        content: dict[str, Any] = {"n_val": 0} | read_json(file, dict)  # which earlier versions did not write
         fault = find_fault(content, SUMMARIZED)
         for when in MEASURED:
             fault = fault or find_fault(content[when], dict.fromkeys(content[when], float))
@@ -153,7 +155,7 @@ class RunFiles:
         file = self.path / ENGINES
         if not file.exists():
             return None
-        content = _read(file, dict)
+        content = read_json(file, dict)
         fault = find_fault(content, QUEUES)
         for engine in content.get("engines", []) if fault is None else []:
             fault = fault or find_fault(engine, QUEUE)
@@ -168,9 +170,14 @@ class RunFiles:
         Raises ConfigError where it cannot be read.
         """
         file = self.path / PLACEMENT
-        placed: list[dict[str, Any]] = _read(file, list) if file.exists() else []
+        placed: list[dict[str, Any]] = read_json(file, list) if file.exists() else []
         for number, worker in enumerate(placed, 1):
-            if fault := find_fault(worker, PLACED):
+            fault = find_fault(worker, PLACED)
+            if fault is None and not 0 < worker["pid"] < MOST_PIDS:
+                fault = f"pid={worker['pid']} is no process"
+            elif fault is None and not all(isinstance(uuid, str) for uuid in worker["gpu_uuids"]):
+                fault = "gpu_uuids are no texts"
+            if fault:
                 raise ConfigError(f"{file} cannot be read: record {number}: {fault}")
         return placed
 
@@ -187,14 +194,3 @@ class RunFiles:
     def groups_on(self, uuid: str) -> list[str]:
         """Return groups with a worker on the GPU ``uuid``."""
         return list(dict.fromkeys(row["group"] for row in self.placement() if uuid in row["gpu_uuids"]))
-
-
-def _read(file: Path, kind: type) -> Any:
-    """Return what a JSON file holds. Raises ConfigError where it is not readable, or not of the ``kind``."""
-    try:
-        content = parse(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
-    if not isinstance(content, kind):
-        raise ConfigError(f"{file} cannot be read: it holds no {kind.__name__}")
-    return content

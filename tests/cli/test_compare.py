@@ -128,6 +128,7 @@ def test_an_evaluation_that_was_killed_at_once_has_no_results_yet(
         (["empty"], "empty holds no files of results (MODEL_SET_N.json)"),
         (["text.json"], "text.json is not JSON; a file that gkd evaluate wrote into results/ is expected"),
         (["list.json"], "list.json holds no results of gkd evaluate: model, set, n, scores and questions"),
+        (["huge.json"], "huge.json holds no results of gkd evaluate: model, set, n, scores and questions"),
         (["a"], "there are results of a alone: name files of two models (or of two strategies)"),
         (["a", "a"], "there are results of a alone: name files of two models (or of two strategies)"),
         (["a", "b", "b"], "two files hold results of b on sums: name one of them"),
@@ -144,6 +145,7 @@ def test_bad_input_is_one_line(
     Path("empty").mkdir()
     Path("text.json").write_text("{")
     Path("list.json").write_text("[1]")
+    Path("huge.json").write_text(f'{{"scores": {{}}, "questions": {{"q": {{"accuracy": 1{"0" * 400}}}}}}}')
     for name in ("a", "b"):
         write(Path(), name, [0.0, 1.0]).rename(name)
     write(Path(), "c", [0.0, 1.0], one="products").rename("other")

@@ -196,6 +196,10 @@ def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[s
         ("placement.json", "{", "placement.json"),
         ("placement.json", "[1]", "record 1"),
         ("placement.json", '[{"group": "actor", "node": "n", "gpu_uuids": []}]', "pid"),
+        ("placement.json", '[{"group": "actor", "node": "n", "pid": -1, "gpu_uuids": []}]', "pid=-1"),
+        ("placement.json", '[{"group": "actor", "node": "n", "pid": 1, "gpu_uuids": [[]]}]', "gpu_uuids"),
+        ("metrics.jsonl", '{"step": 1, "timing_s/step": 1e400}\n', "1e400"),
+        ("metrics.jsonl", f'{{"step": 1, "timing_s/step": 1{"0" * 400}}}\n', "100000"),
         ("config.yaml", "trainer: 5\n", "lacks trainer.total_steps"),
         ("config.yaml", "a: [\n", "config.yaml"),
     ],
@@ -207,6 +211,13 @@ def test_files_that_are_not_a_runs_are_one_line(
     assert main([str(run.path), "--once"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert message in line and file in line
+
+
+def test_a_run_that_has_diverged_is_shown(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    """Up to the largest number that a run can write: sums of such are beyond floats."""
+    rows = [{"step": step, "val/own": 1.5e308, "timing_s/step": 1.0, "timing_s/update": 1e308} for step in range(90)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "1.5e+308" in text_of(run, capfd, "--once")
 
 
 def test_queues_that_cannot_be_written_are_no_matter(tmp_path: Path) -> None:

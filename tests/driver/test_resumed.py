@@ -55,7 +55,7 @@ def test_a_file_that_is_cut_is_not_held(tmp_path: Path) -> None:
     assert file.read_bytes().count(b"\n") == 151
 
 
-def test_a_figure_that_its_validations_have_not_measured_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+def test_what_a_run_cannot_go_on_with_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step_5"
     rank = path / "actor" / "rank_0.safetensors"
     rank.parent.mkdir(parents=True)
@@ -67,6 +67,10 @@ def test_a_figure_that_its_validations_have_not_measured_is_refused_before_anyth
         with pytest.raises(ConfigError, match=r"=val/acuracy: .*val/accuracy, val/x"):
             find(load({"trainer": trainer}), tmp_path)
     assert find(load({"trainer": {"keep_best": "val/x"}}), tmp_path).state == state
+    for content in ("{", '{"metric": "val/x"}', '{"metric": "val/x", "value": 0.5, "step": "5"}', "[" * 100_000):
+        (tmp_path / "best.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"best\.json"):
+            find(load({}), tmp_path)
 
 
 def test_other_data_is_refused() -> None:

@@ -184,6 +184,8 @@ def test_the_newest_spans_of_a_trace_are_read_and_no_others_parsed(n: int, tmp_p
         ("summary.json", "{}", "steps"),
         ("summary.json", '{"steps": 1, "wall_s": 2, "before": {}, "after": {"val/a": "b"}, "teacher": {}}', "val/a"),
         ("placement.json", '[{"group": "actor"}]', "placement.json"),
+        ("timeline.json", '{"traceEvents": [{"ph": "X", "ts": 1e400}]}', "timeline.json"),
+        ("samples.jsonl", '{"step": 1, "prompt": "a", "response": "b", "logprob_mean": -1e400}\n', "1e400"),
     ],
 )
 def test_a_broken_file_is_named_and_never_ends_a_run(

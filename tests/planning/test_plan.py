@@ -17,11 +17,13 @@ from gkd.cluster.gpu import Gpu
 from gkd.config import settings
 from gkd.config.compose import compose
 from gkd.config.device import GIB
+from gkd.config.loading import dump_yaml
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.planning.layout import find_gpu_type, models_of
 from gkd.planning.measured.factors import _spread
+from gkd.planning.measured.timeline import disturbed_steps
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
 from tests.error_text import contains_in_order
@@ -305,6 +307,32 @@ def test_what_is_no_run_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("placement.json", "[" * 100_000, "deep"),
+        ("timeline.json", '{"traceEvents":' * 100_000, "deep"),
+        ("timeline.json", '{"traceEvents": [{"ph": "X", "cat": "busy", "pid": 1e400}]}', "1e400"),
+        ("samples.jsonl", "[" * 100_000 + "\n", "deep"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_one_line(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_yaml(compose(["+recipe=grpo"])))
+    (tmp_path / "metrics.jsonl").write_text(ROW + "\n")
+    (tmp_path / name).write_text(content)
+    assert main(["+recipe=grpo", "--from", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line and message in line
+
+
+def test_a_disturbance_whose_step_is_no_number_is_of_no_step(tmp_path: Path) -> None:
+    events = [{"kind": "death", "step": step} for step in (3, "x", None, [])] + [{"kind": "death"}, {"step": 4}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert disturbed_steps(tmp_path) == {3}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
-from gkd.config.output_files import METRICS
+from gkd.config.output_files import BEST, METRICS, parse, read_best
 from gkd.config.overrides import flatten
 from gkd.config.validating import require_figures
 from gkd.data.tokenizer import check_causal_lm
@@ -82,8 +81,8 @@ def explain_finished(config: Config, output: Path) -> str | None:
 def find(config: Config, output: Path) -> SavedCheckpoint:
     """Return the newest intact checkpoint in ``output``; damaged ones after it are named in a warning.
 
-    Raises ConfigError when there is none, when it is of a run with other settings, or when its validations have not
-    measured what is to keep the best student or to end the run.
+    Raises ConfigError when there is none, when it is of a run with other settings, when its validations have not
+    measured what is to keep the best student or to end the run, or when its best.json cannot be read.
     """
     directory = output / "checkpoints"
     saved, damaged = find_newest_intact(directory)
@@ -105,6 +104,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     if saved.state.step > config.trainer.total_steps:
         raise ConfigError(f"trainer.resume: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}")
     require_figures(config.trainer, {**saved.state.before, **saved.state.validated})
+    read_best(output)
     return saved
 
 
@@ -150,19 +150,20 @@ def _keep_until(step: int, rows: Iterable[bytes], file: Path) -> Iterator[bytes]
         if not row.endswith(b"\n"):
             return
         try:
-            if json.loads(row)["step"] <= step:
+            if parse(row)["step"] <= step:
                 yield row
         except (ValueError, KeyError, TypeError) as error:
             log.warning("%s line %d is left out: it is no row of a step (%s)", file, number, error)
 
 
-def forget_best_after(file: Path, step: int) -> None:
-    """Forget the best validation that ``file`` states if it is of a step after ``step``: its figure is cut as well.
+def forget_best_after(output: Path, step: int) -> None:
+    """Forget the best validation that a run states if it is of a step after ``step``: its figure is cut as well.
 
     Its student stays until the next validation, which writes one whatever its figure.
     """
-    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["step"] > step:
-        file.unlink()
+    best = read_best(output)
+    if best is not None and best["step"] > step:
+        (output / BEST).unlink()
 
 
 def _is_of(key: str, names: tuple[str, ...]) -> bool:

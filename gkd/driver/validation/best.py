@@ -11,7 +11,7 @@ from pathlib import Path
 from gkd import durable
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import Attend
-from gkd.config.output_files import BEST
+from gkd.config.output_files import BEST, read_best
 from gkd.config.validating import is_better
 from gkd.errors import RunFailed, StudentNotWritten
 
@@ -30,9 +30,9 @@ class BestModel:
         self.directory = (output / "best").resolve()  # written where a link leads
         self.value: float | None = None
         self._failure: str | None = None
-        if self.file.exists():
-            best = json.loads(self.file.read_text(encoding="utf-8"))
-            self.value = best["value"] if best["metric"] == metric else None
+        best = read_best(output)
+        if best is not None and best["metric"] == metric:
+            self.value = best["value"]
 
     def update(self, step: int, measured: Mapping[str, float], actor: ActorGroup, attend: Attend | None = None) -> None:
         """Write the student if it is better than before; nothing where the figure was not measured now.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config, load
 from gkd.config.base import SCORERS
 from gkd.config.loading import read_yaml
-from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES
+from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES, parse
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
@@ -106,7 +105,7 @@ def _ratio(measured: float, planned: float) -> float:
 def _require_same_device(path: Path, layout: Layout) -> None:
     """Raise ConfigError where the run computed on CPUs and the plan is of GPUs, or the other way round."""
     try:
-        workers = json.loads((path / PLACEMENT).read_text(encoding="utf-8"))
+        workers = parse((path / PLACEMENT).read_bytes())
         on_cpu = are_simulated(uuid for row in workers for uuid in row["gpu_uuids"])
     except OSError:
         return  # the files that are needed state what is missing
@@ -164,7 +163,7 @@ def _logged_lengths(path: Path) -> tuple[int, ...]:
             skipped = max(0, file.seek(0, os.SEEK_END) - SAMPLES_READ)
             file.seek(skipped)
             *lines, _ = file.read().split(b"\n")  # the last one may be torn, and the first one where some was skipped
-        lengths = [int(json.loads(line)["length"]) for line in (lines[1:] if skipped else lines)]
+        lengths = [int(parse(line)["length"]) for line in (lines[1:] if skipped else lines)]
     except FileNotFoundError:  # a run without them is planned all the same
         return ()
     except (OSError, ValueError, KeyError, TypeError) as error:

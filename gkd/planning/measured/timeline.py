@@ -6,14 +6,13 @@ process, ``driver`` with the stages of every step, and ``validation``. Times in 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from gkd.config.output_files import EVENTS, TIMELINE, whole_lines
+from gkd.config.output_files import EVENTS, TIMELINE, parse, whole_lines
 from gkd.errors import ConfigError
 
 STAGES, VALIDATION = "driver", "validation"
@@ -52,7 +51,7 @@ class RunTimeline:
     def read(cls, path: Path) -> Self:
         """Read the file of the run in ``path``; empty where there is none. Raises ConfigError for a broken one."""
         try:
-            events = json.loads((path / TIMELINE).read_text(encoding="utf-8"))["traceEvents"]
+            events = parse((path / TIMELINE).read_bytes())["traceEvents"]
             lanes = {event["pid"]: str(event["args"]["name"]) for event in events if event["ph"] == "M"}
             spans = [
                 TimelineSpan(
@@ -102,4 +101,5 @@ def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
 def disturbed_steps(path: Path) -> frozenset[int]:
     """Return the steps in which workers ended or began anew, by events.jsonl; none without the file."""
     events = read_rows(path, EVENTS)
-    return frozenset(int(event["step"]) for event in events if event.get("kind") in DISTURBANCES and "step" in event)
+    steps = [event.get("step") for event in events if event.get("kind") in DISTURBANCES]
+    return frozenset(step for step in steps if isinstance(step, int))
