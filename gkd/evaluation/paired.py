@@ -17,6 +17,8 @@ from gkd.evaluation.statistics import Estimate, estimate
 EXACT = 14
 """Questions that differ up to which all 2 ** n signs are tried."""
 FLIPS = 20_000
+MOST_SIGNS = 1 << 20
+"""Random signs that are held at a time, 24 bytes each; in however many parts they are drawn, they are the same."""
 FEWEST = 6
 """Questions below which no difference has a p-value under 5 %: 2 / 2 ** 5 is 0.0625."""
 SEED = 0
@@ -63,8 +65,9 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         codes = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
         return float(np.mean(np.abs((2.0 * codes - 1.0) @ values) >= least))
     random, hits = np.random.default_rng(SEED), 0
-    for _ in range(0, FLIPS, 1000):
-        signs = 2.0 * random.integers(0, 2, size=(1000, len(values))) - 1.0
+    n_rows = max(1, MOST_SIGNS // len(values))
+    for done in range(0, FLIPS, n_rows):
+        signs = 2.0 * random.integers(0, 2, size=(min(n_rows, FLIPS - done), len(values))) - 1.0
         hits += int(np.sum(np.abs(signs @ values) >= least))
     return (1 + hits) / (1 + FLIPS)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import product
 
 import numpy as np
 import pytest
 
-from gkd.evaluation.paired import EXACT, compare_paired, count_needed_questions, holm, sign_flip_p
+from gkd.evaluation.paired import EXACT, FLIPS, MOST_SIGNS, SEED, compare_paired, count_needed_questions, holm, sign_flip_p
 
 
 def brute_force(differences: list[float]) -> float:
@@ -34,6 +35,24 @@ def test_random_signs_come_near_all_signs() -> None:
     p_value = sign_flip_p(differences)
     assert p_value == pytest.approx(tail, abs=0.01)
     assert p_value == sign_flip_p(differences)  # a fixed seed
+
+
+def test_many_questions_take_no_more_memory_and_the_same_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all signs of a seed drawn at once, also where one row of them is more than is held at a time."""
+    values = np.random.default_rng(3).normal(0.02, 1.0, 151)
+    signs = 2.0 * np.random.default_rng(SEED).integers(0, 2, size=(FLIPS, len(values))) - 1.0
+    hits = int(np.sum(np.abs(signs @ values) >= abs(values.sum())))
+    for most in (MOST_SIGNS, 7 * 151 + 1, 1):
+        monkeypatch.setattr("gkd.evaluation.paired.MOST_SIGNS", most)
+        assert sign_flip_p(values.tolist()) == (1 + hits) / (1 + FLIPS)
+    monkeypatch.undo()
+    monkeypatch.setattr("gkd.evaluation.paired.FLIPS", 1_000)
+    tracemalloc.start()
+    try:
+        sign_flip_p(np.random.default_rng(4).normal(0.0, 1.0, 20_000).tolist())
+        assert tracemalloc.get_traced_memory()[1] < 40 * MOST_SIGNS
+    finally:
+        tracemalloc.stop()
 
 
 def test_questions_on_which_both_agree_change_nothing() -> None:
