@@ -56,6 +56,10 @@ class OutOfMemory(UpdateFailed):
         self.budget = budget
 
 
+class RemoteError(Exception):
+    """An error of another process, in one line as :func:`describe_error` returned it there."""
+
+
 MAX_REASON = 600  # characters; some libraries put whole tables into a message
 
 
@@ -67,7 +71,7 @@ def one_line(text: object) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return an error of any kind in one line: its class and its message."""
-    return f"{type(error).__name__}: {one_line(error)}"
+    return one_line(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def describe_place(trace: str) -> str:

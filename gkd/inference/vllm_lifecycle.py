@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config.device import GIB, Device
-from gkd.errors import RunFailed
+from gkd.errors import RemoteError, RunFailed
 from gkd.inference.engine import EngineSpec, ManagedMemory, ProcessResult
 from gkd.inference.vllm_environment import compile_apart, find_session_directory, meet_in_session
 
@@ -95,7 +95,7 @@ def engine_arguments(
 def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
     """Start ``vllm.LLM`` with arguments of :func:`engine_arguments`. vLLM raises what it likes when it cannot.
 
-    RuntimeError with the reason where that was in another process than this one.
+    RemoteError where that was in another process than this one, RuntimeError where one ended without an error.
     """
     from vllm import LLM
 
@@ -117,14 +117,13 @@ def _reasons_of_processes() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            reason = first_error()
-            if reason is None and type(error) is Exception:  # vLLM's, that a process did not start
-                reason = (
-                    "a process of the engine ended without a word: killed, out of memory, or crashed in native code"
-                )
-            if reason is None:
+            if (reason := first_error()) is not None:
+                raise RemoteError(reason) from error
+            if type(error) is not Exception:
                 raise
-            raise RuntimeError(reason) from error
+            raise RuntimeError(  # vLLM's own states that a process did not start
+                "a process of the engine ended without a word: killed, out of memory, or crashed in native code"
+            ) from error
 
 
 def cache_bytes(llm_engine: Any) -> int | None:

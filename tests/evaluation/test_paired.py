@@ -8,7 +8,16 @@ from itertools import product
 import numpy as np
 import pytest
 
-from gkd.evaluation.paired import EXACT, FLIPS, MOST_SIGNS, SEED, compare_paired, count_needed_questions, holm, sign_flip_p
+from gkd.evaluation.paired import (
+    EXACT,
+    FLIPS,
+    MOST_SIGNS,
+    SEED,
+    compare_paired,
+    count_needed_questions,
+    holm,
+    sign_flip_p,
+)
 
 
 def brute_force(differences: list[float]) -> float:

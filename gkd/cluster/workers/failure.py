@@ -12,6 +12,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, Ray
 from gkd.errors import (
     ConfigError,
     OutOfMemory,
+    RemoteError,
     RunFailed,
     StudentNotWritten,
     UpdateFailed,
@@ -49,7 +50,8 @@ def explain(error: Exception, who: str) -> ConfigError | RunFailed:
         if isinstance(cause, kind):
             return kind(str(cause))
     if isinstance(error, RayTaskError):
-        return RunFailed(f"{who} raised {_cause_name(cause)}: {one_line(cause)}{describe_place(str(error))}")
+        raised = str(cause) if isinstance(cause, RemoteError) else f"{_cause_name(cause)}: {one_line(cause)}"
+        return RunFailed(f"{who} raised {raised}{describe_place(str(error))}")
     if gone := _loss(error):
         return WorkerDied(f"{who}{gone}")
     return RunFailed(f"{who} failed: {describe_error(error)}")

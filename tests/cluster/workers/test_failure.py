@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import ObjectLostError, ObjectReconstructionFailedError, OwnerDiedError, RayTaskError
 
 from gkd.cluster.workers.failure import NodeLost, WorkerDied, WorkerHung, explain
-from gkd.errors import RunFailed
+from gkd.errors import RemoteError, RunFailed, describe_error
 from tests.error_text import contains_in_order
 
 
@@ -24,3 +24,11 @@ def test_the_kind_of_what_a_worker_raises_stays_what_it_is() -> None:
         error = explain(RayTaskError("serve", "", failure), "rollout rank 0")
         assert type(error) is type(failure) and str(error) == str(failure)
     assert not issubclass(NodeLost, WorkerDied)
+
+
+def test_the_error_of_a_process_beyond_the_worker_has_one_class() -> None:
+    """As of an engine's that did not start: the same line as of an engine in the worker's own process."""
+    own, remote = ValueError("no\nmemory"), RemoteError("ValueError: no memory")
+    assert describe_error(remote) == describe_error(own)
+    lines = [str(explain(RayTaskError("build", "", error), "rollout rank 0")) for error in (own, remote)]
+    assert lines[0] == lines[1] == "rollout rank 0 raised ValueError: no memory"

@@ -20,6 +20,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from gkd.cluster.workers.environment import environment
 from gkd.config import load
 from gkd.data.model_info import ModelInfo
+from gkd.errors import RemoteError, describe_error
 from gkd.inference import vllm_sampler
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_lifecycle import Follower, call_processes, start_llm
@@ -40,8 +41,8 @@ def main(whole: str, broken: str) -> None:
         spec = EngineSpec.for_rollout(config, path, info, 64, 0, "cpu")
         try:
             llm = start_llm({**vllm_sampler._arguments(spec), "distributed_executor_backend": "mp"}, "cpu")
-        except RuntimeError as error:
-            print(f"failure: {error}", flush=True)
+        except RemoteError as error:
+            print(f"failure: {describe_error(error)}", flush=True)
         else:
             print(f"process: {call_processes(llm.llm_engine, os.getpid)[0]}", flush=True)
             signal.pause()
