@@ -121,7 +121,10 @@ def _read_config(path: Path) -> Config:
         tree = read_yaml(path / CONFIG)
     except ConfigError as error:
         raise ConfigError(f"--from {error}") from None
-    return load(tree)
+    try:
+        return load(tree)
+    except ConfigError as error:
+        raise ConfigError(f"--from {path / CONFIG}: {error}") from None
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
