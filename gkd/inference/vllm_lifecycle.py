@@ -110,7 +110,7 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
 
 @contextmanager
 def _reasons_of_processes() -> Iterator[None]:
-    """Raise RuntimeError with why a process that vLLM starts meanwhile did not; vLLM states only that it did not."""
+    """Raise what :func:`start_llm` does where a process that vLLM starts meanwhile ends; vLLM leaves out why."""
     from gkd.weights.vllm_plugin import noting_errors
 
     with noting_errors(find_session_directory()) as first_error:
