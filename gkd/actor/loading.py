@@ -118,8 +118,8 @@ def load(
     ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
     read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``. With ``packed`` no
     weight is read: the student is on the meta device, and takes sequences laid end to end or not, accordingly. Nothing
-    is looked up on a hub. Raises ConfigError for weights that are not all there, or tied and different, and for
-    adapters that the model cannot have.
+    is looked up on a hub. Raises ConfigError for weights that are not all there, or tied and different, for models that
+    cannot be computed (:func:`pack_or_pad`), and for adapters that the model cannot have.
     """
     adapted = lora is not None and lora.r is not None
     lm = read_model(
@@ -148,7 +148,7 @@ def load(
     student = Student(lm, adapted, files)
     student.eval()
     if packed is None:
-        pack_or_pad(lm)
+        pack_or_pad(lm, f"model.path={path}", lm.device.type != device.type)
     student.train()
     return student
 

@@ -308,7 +308,8 @@ def _compile(lm: PreTrainedModel, spec: EngineSpec) -> SumRows | None:
 def _load(spec: EngineSpec) -> PreTrainedModel:
     """Read the model in ``spec.model_path`` and have it score.
 
-    Raises ConfigError for weights that are not all there, RunFailed where it cannot be done otherwise.
+    Raises ConfigError for weights that are not all there and models that cannot be computed, RunFailed where it cannot
+    be done otherwise.
     """
     import torch
     from transformers import GenerationConfig
@@ -327,7 +328,7 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     lm.requires_grad_(False)
     # A model's own settings, such as a repetition penalty, would change what is the most likely token.
     lm.generation_config = GenerationConfig()
-    pack_or_pad(lm)
+    pack_or_pad(lm, f"{spec.section}.model.path={spec.model_path}")
     if spec.device == "cpu" and is_packed(lm):  # others, such as Mamba, compute with weights beside their layers
         pack_linear_layers(lm)
     return lm

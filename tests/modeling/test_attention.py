@@ -104,13 +104,13 @@ def test_a_model_whose_kernel_refuses_its_shapes_is_padded(
     if error is not None:
         monkeypatch.setattr(attention, "_attend_padded", refuse)
     caplog.set_level("INFO", "gkd")
-    pack_or_pad(model)
+    pack_or_pad(model, "model.path")
     assert is_packed(model) == packs and len(caplog.messages) == (not packs)
     error = torch.OutOfMemoryError("out of memory")  # which says nothing of the model
     monkeypatch.setattr(attention, "_attend_padded", refuse)
     model.set_attn_implementation(attention.NAME)
     with pytest.raises(torch.OutOfMemoryError):
-        pack_or_pad(model)
+        pack_or_pad(model, "model.path")
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_window_that_only_the_mask_knows_is_kept(family: str, packs: bool) -> 
         config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).float().eval()
-    pack_or_pad(model)
+    pack_or_pad(model, "model.path")
     assert is_packed(model) == packs
     ids, bounds = torch.arange(length) + 1, torch.tensor([0, length], dtype=torch.int32)
     with torch.no_grad():
