@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from gkd.actor.compiling import Compilation
 from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.model import Student, named_tensors, shard
+from gkd.actor.precision import find_exact, get_dtypes, round_buffers
 from gkd.actor.quantize import make_load_arguments, packed_parameters
 from gkd.config import Lora
 from gkd.config.actor import MOST_COPIED
@@ -53,7 +54,7 @@ def load_sharded(
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
         student.compilation = compiled(student.lm, student.is_packed)
-        copies = ComputeCopies(student, dtype, packed_parameters(student))
+        copies = ComputeCopies(student, dtype, packed_parameters(student) | student.exact_parameters())
         if mesh.size() > 1 or offload or copies.n_numbers > most_copied:
             shard(student, mesh, dtype, offload)
             return student
@@ -133,7 +134,8 @@ def load(
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _remove_dropout(lm)
-    as_in_files = build_empty(AutoConfig.from_pretrained(path, local_files_only=True))
+    as_in_files = build_empty(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
+    dtypes = get_dtypes(as_in_files, dtype)
     files = FileNames(lm, {name: tuple(value.shape) for name, value in named_tensors(as_in_files)})
     shared = {name for name, _ in as_in_files.named_parameters()}
     if apart := [name for name, _ in lm.named_parameters() if name not in shared]:  # transformers logs it and goes on
@@ -145,10 +147,11 @@ def load(
         from gkd.actor.lora import add_adapter  # imports peft, a second of every start
 
         add_adapter(lm, lora)
-    student = Student(lm, adapted, files)
+    student = Student(lm, adapted, files, find_exact(as_in_files, dtypes, dtype))
     student.eval()
     if packed is None:
         pack_or_pad(lm, f"model.path={path}", lm.device.type != device.type)
+    round_buffers(lm, dtypes)
     student.train()
     return student
 

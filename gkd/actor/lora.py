@@ -112,7 +112,7 @@ def merge(lm: nn.Module, tensors: Iterator[tuple[str, Tensor]], whole: Whole) ->
         if layer in adapted and kind == "weight":
             yield f"{layer}.weight", value + _delta(adapted[layer], whole).to(value.device)
         else:
-            yield name.replace(f"{_BASE}.", "."), value
+            yield name_without_adapter(name), value
 
 
 def _delta(layer: Any, whole: Whole) -> Tensor:
@@ -151,6 +151,11 @@ def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, director
 def name_in_peft(name: str) -> str:
     """Return the name of an adapter's tensor in peft's files."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def name_without_adapter(name: str) -> str:
+    """Return the name that a tensor of a model with an adapter had before; an adapter's own becomes none of these."""
+    return name.replace(f"{_BASE}.", ".")
 
 
 def is_adapter(name: str) -> bool:

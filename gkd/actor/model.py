@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from gkd.actor.compiling import Compilation
 from gkd.actor.compute_copies import ComputeCopies
+from gkd.actor.precision import find_exact_modules
 from gkd.actor.quantize import dequantize_weights, find_quantized_layers, packed_parameters
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.outcomes import fused
@@ -28,13 +29,15 @@ ObjectiveResult = TypeVar("ObjectiveResult")
 class Student(nn.Module):
     """A language model together with its loss, so that FSDP2 gathers the head's weights around both.
 
-    ``lm`` is the Hugging Face model; what is trained of it is in float32. Calling it evaluates an objective on one
-    micro-batch.
+    ``lm`` is the Hugging Face model; what is trained of it is in float32. ``exact``: names of parameters that are
+    computed with, and sent, in float32 as well. Calling it evaluates an objective on one micro-batch.
     """
 
-    def __init__(self, lm: PreTrainedModel, has_adapter: bool, files: FileNames) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, has_adapter: bool, files: FileNames, exact: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
-        self.lm, self.has_adapter, self.files = lm, has_adapter, files
+        self.lm, self.has_adapter, self.files, self.exact = lm, has_adapter, files, exact
         self.head = Head(lm)
         """Logits [n, V] of hidden states [n, D]."""
         self.compilation: Compilation | None = None
@@ -92,17 +95,29 @@ class Student(nn.Module):
 
         An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
         are named once. Without an adapter, which is added before anything is rounded, it is shards of ``dtype`` that
-        are gathered. Buffers stay of their type, as they do while the model computes: of biases of routers (DeepSeek
-        V3) bfloat16 keeps too little to choose experts by.
+        are gathered. Buffers and exact parameters stay of their type, as they do while the model computes: of routers
+        and their biases (DeepSeek V3) bfloat16 keeps too little to choose experts by.
         """
-        buffers = {name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)}
+        kept = self.exact | {name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)}
         tensors = self._gather(None if self.has_adapter else dtype)
         if self.has_adapter:
             from gkd.actor.lora import merge
 
             tensors = merge(self.lm, tensors, gather_tensor)
         for name, whole in tensors:
-            yield name, whole.to(dtype) if whole.is_floating_point() and name not in buffers else whole
+            yield name, whole.to(dtype) if whole.is_floating_point() and name not in kept else whole
+
+    def sent_type(self, name: str, value: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Return the type that a tensor of the model is sent in where weights are sent as ``dtype``."""
+        return dtype if isinstance(value, nn.Parameter) and name not in self.exact else value.dtype
+
+    def exact_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters that are computed with in float32."""
+        if not self.exact:
+            return set()
+        from gkd.actor.lora import name_without_adapter  # imports peft, a second of every start
+
+        return {p for name, p in self.lm.named_parameters() if name_without_adapter(name) in self.exact}
 
     def file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the same by the names, and in the shapes, that the model's files have. A collective as well."""
@@ -124,7 +139,8 @@ class Student(nn.Module):
         return dequantize_weights(self.lm, self._gather_stored(dtype))
 
     def _gather_stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        return ((name, gather_tensor(value.detach(), dtype)) for name, value in named_tensors(self.lm))
+        for name, value in named_tensors(self.lm):
+            yield name, gather_tensor(value.detach(), None if dtype is None else self.sent_type(name, value, dtype))
 
 
 def cast_shard(tensor: DTensor, dtype: torch.dtype | None) -> Tensor:
@@ -163,12 +179,16 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     """Shard in place over the ranks of a one-dimensional mesh: every decoder layer by itself, the rest as the root.
 
     Parameters, gradients and optimizer state stay in float32, with ``offload`` in the host's memory; computation is in
-    ``compute_dtype``.
+    ``compute_dtype``, within layers of modules whose parameters are all exact in float32.
     """
     # Inputs stay as they are, as without FSDP2: what the loss is worked out from, and what layers are given in float32
     # by models that compute it so, such as rotary embeddings (OLMo) or the residual stream (Mamba).
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
     whole = packed_parameters(student)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    for part in (*decoder_layers(student.lm), student):
+    layers = decoder_layers(student.lm)
+    for part in find_exact_modules(layers, student.exact_parameters()):
+        fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=place)
+    for part in (*layers, student):
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from gkd.actor.model import Student, cast_shard, gather_tensor, named_tensors
@@ -14,7 +14,8 @@ from gkd.weights.shards import FilePart
 
 
 class StudentShards:
-    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``; buffers as they are.
+    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``; buffers and
+    exact parameters as they are.
 
     A tensor is handed out as the rank's shard where files have it as memory has, and every rank has as much of it;
     any other is gathered, converted and whole on every rank. ``begin`` is called whenever weights are about to be read.
@@ -29,9 +30,10 @@ class StudentShards:
         values = dict(named_tensors(student.lm))
         for conversion in student.files.conversions:
             value = values[conversion.names[0]]
-            if len({isinstance(values[name], nn.Parameter) for name in conversion.names}) > 1:
+            dtypes = {student.sent_type(name, values[name], self._dtype) for name in conversion.names}
+            if len(dtypes) > 1:
                 raise RunFailed(f"{conversion.names[0]} is converted together with tensors of other types")
-            dtype = self._dtype if isinstance(value, nn.Parameter) else value.dtype
+            (dtype,) = dtypes
             dim = find_equal_dim(value) if conversion.renames else None
             parts += [FilePart(name, dtype, shape, dim) for name, shape in conversion.shapes.items()]
         return parts
@@ -41,20 +43,24 @@ class StudentShards:
         student = self._begin()
         values = dict(named_tensors(student.lm))
         for conversion in student.files.conversions:
-            first = values[conversion.names[0]].detach()
+            name = conversion.names[0]
+            first = values[name].detach()
             if conversion.renames and isinstance(first, DTensor) and find_equal_dim(first) is not None:
-                yield next(iter(conversion.shapes)), cast_shard(first, self._dtype)
+                dtype = student.sent_type(name, values[name], self._dtype)
+                yield next(iter(conversion.shapes)), cast_shard(first, dtype)
             else:
-                whole = ((name, self._gather_whole(values[name])) for name in conversion.names)
-                yield from student.files.convert(whole)
+                yield from student.files.convert(self._gather_whole(student, values, conversion.names))
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor gathered. A collective."""
         return self._begin().file_tensors(self._dtype)
 
-    def _gather_whole(self, value: Tensor) -> Tensor:
-        whole = gather_tensor(value.detach(), self._dtype)
-        return whole.to(self._dtype) if isinstance(value, nn.Parameter) else whole
+    def _gather_whole(
+        self, student: Student, values: Mapping[str, Tensor], names: Iterable[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            dtype = student.sent_type(name, values[name], self._dtype)
+            yield name, gather_tensor(values[name].detach(), dtype).to(dtype)
 
 
 def find_equal_dim(tensor: Tensor) -> int | None:
