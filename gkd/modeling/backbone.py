@@ -20,6 +20,10 @@ from gkd.modeling.architecture import can_pack, count_windowed_layers, exact_att
 from gkd.modeling.head import Head, get_backbone
 
 log = logging.getLogger("gkd")
+ROUNDED = 0.1
+"""Share of their spread that logits in bfloat16 may be off. Those of 64 to 96 random layers are 0.02 to 0.09 off
+float32's.
+"""
 
 
 def choose_attention(config: PretrainedConfig) -> str:
@@ -85,7 +89,7 @@ def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = Fal
             log.info("%s is not tried on the CPU: %s", type(lm).__name__, one_line(error))
             return
         raise ConfigError(f"{source}: models of type {family} cannot be computed: {one_line(error)}") from error
-    if off > (1e-2 if trial.is_precise else 0.3):  # another order of sums may choose other experts
+    if off > (1e-2 if trial.is_precise else 0.5):  # another order of sums may choose other experts
         raise ConfigError(
             f"{source}: models of type {family} cannot be computed: of two sequences beside each other, logits are off "
             f"by {off:.0%} from those of one alone, as where later tokens or padding are seen"
@@ -135,7 +139,7 @@ class _Trial:
         if len(windows) < count_windowed_layers(self.lm.config):
             log.info("%s is computed with padding: its window is in its mask alone", name)
             return False
-        return off <= (1e-3 if self.is_precise else 5e-2)
+        return off <= (1e-3 if self.is_precise else ROUNDED)
 
 
 @contextmanager
