@@ -9,6 +9,7 @@ import datetime
 import itertools
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ from gkd.errors import ConfigError
 
 if TYPE_CHECKING:
     from gkd.config import Config
+
+LOOKS, LOOK_S = 10, 0.05
+"""How often, and after which time, a directory that is held is tried again: monitors hold it as they look."""
 
 
 def make_output_dir(config: Config) -> Path:
@@ -83,10 +87,12 @@ def claim(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise _unreadable(path, error) from None
-    if not hold(descriptor):
-        os.close(descriptor)
-        raise ConfigError(f"trainer.output_dir={path}: another run is writing there now")
-    return descriptor
+    for _ in range(LOOKS):
+        if hold(descriptor):
+            return descriptor
+        time.sleep(LOOK_S)
+    os.close(descriptor)
+    raise ConfigError(f"trainer.output_dir={path}: another run is writing there now")
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:

@@ -1,0 +1,26 @@
+"""The directory of a run, which one run holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from gkd.driver.output_dir import LOOK_S, claim
+from gkd.durable import hold
+from gkd.errors import ConfigError
+
+
+def test_a_monitor_that_looks_at_a_directory_keeps_no_run_from_it(tmp_path: Path) -> None:
+    """It finds out whether a run holds the directory by holding it together with other monitors, for a moment."""
+    monitor = os.open(tmp_path, os.O_RDONLY)
+    assert hold(monitor, shared=True)
+    leaves = threading.Timer(1.5 * LOOK_S, os.close, (monitor,))
+    leaves.start()
+    run = claim(tmp_path)
+    leaves.join()
+    with pytest.raises(ConfigError, match=r"^trainer\.output_dir="):
+        claim(tmp_path)
+    os.close(run)
