@@ -29,10 +29,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported;
 # What inductor makes of a graph is compared; finding out by compiling for which vector units takes longer than that.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Registered first, this is done last: nobody waits for what imports have made to be taken apart, object by object.
-    atexit.register(os._exit, 0)
-
 for number in (signal.SIGINT, signal.SIGHUP):  # `nohup` and `&` have programs ignore them, those of the tests too
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -94,14 +90,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the two processes end at once: nobody waits for what imports have made to be taken apart."""
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)  # registered before those of what is imported, and so done after them
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Take what is there for good, such as torch, out of every later garbage collection.
 
-    And have torch compute on one core, as the other process does, and all of its loggers propagate: to each of the
-    fifty that do not, pytest adds handlers for every test.
+    And have all of torch's loggers propagate: to each of the fifty that do not, pytest adds handlers for every test. In
+    the fast tier torch computes on one core, as the other process does; vLLM has as many threads as it began with.
     """
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)
+    if "torch" in sys.modules and all(tier(item.path) is None for item in session.items):
+        sys.modules["torch"].set_num_threads(1)
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
