@@ -122,7 +122,7 @@ class _Trial:
         hidden = hidden_states(self.lm, self.token_ids, self.positions, self.bounds, max(self.lengths))
         off = (Head(self.lm)(hidden).float() - self.logits).norm()
         spread = (self.logits - self.logits.mean(-1, keepdim=True)).norm()
-        return float(off / spread) if off > 0 else 0.0
+        return 0.0 if off == 0 else float(off / spread)
 
     def packs(self) -> bool:
         """Return whether they may be laid end to end."""
@@ -139,7 +139,10 @@ class _Trial:
         if len(windows) < count_windowed_layers(self.lm.config):
             log.info("%s is computed with padding: its window is in its mask alone", name)
             return False
-        return off <= (1e-3 if self.is_precise else ROUNDED)
+        if off <= (1e-3 if self.is_precise else ROUNDED):
+            return True
+        log.info("%s is computed with padding: end to end, its logits are off by %.2g of their spread", name, off)
+        return False
 
 
 @contextmanager

@@ -113,6 +113,18 @@ def test_a_model_whose_kernel_refuses_its_shapes_is_padded(
         pack_or_pad(model, "model.path")
 
 
+def test_a_model_whose_kernel_gives_no_numbers_is_padded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=40, attn_implementation=attention.NAME))
+    attend = attention._attend_padded
+    monkeypatch.setattr(attention, "_attend_padded", lambda *arguments: attend(*arguments) * torch.nan)
+    caplog.set_level("INFO", "gkd")
+    pack_or_pad(model, "model.path")
+    assert not is_packed(model) and len(caplog.messages) == 1
+
+
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Causal attention of one sequence, head by head."""
     steps = torch.arange(len(q))
