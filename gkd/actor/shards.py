@@ -14,8 +14,8 @@ from gkd.weights.shards import FilePart
 
 
 class StudentShards:
-    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``; buffers and
-    exact parameters as they are.
+    """The shards of the student that ``begin`` returns, which has no adapter, as ``dtype``; buffers and exact
+    parameters as they are.
 
     A tensor is handed out as the rank's shard where files have it as memory has, and every rank has as much of it;
     any other is gathered, converted and whole on every rank. ``begin`` is called whenever weights are about to be read.

@@ -1,9 +1,9 @@
 """``gkd export RUN [--step N] OUT``: write a checkpoint of a run as a Hugging Face model directory.
 
 RUN is the run's output directory, OUT a directory that holds nothing yet, such as a volume mounted there, and has its
-config.json last. Without --step it is the newest checkpoint
-that is intact; a finished run's student, which may be of a later step, is in RUN/model. An adapter is merged into the
-weights, and written to OUT/adapter as well. Needs neither Ray nor a GPU.
+config.json last. Without --step it is the newest checkpoint that is intact; a finished run's student, which may be of a
+later step, is in RUN/model. An adapter is merged into the weights, and written to OUT/adapter as well. Needs no Ray
+and no GPU.
 """
 
 from __future__ import annotations

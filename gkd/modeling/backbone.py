@@ -73,7 +73,7 @@ def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = Fal
     positions by itself; an attention of its own may add to the scores; and of a window it may tell the mask alone,
     which is not made then. Raises ConfigError, which begins with ``source``, where padded rows do no better: of models
     that look at later tokens or are padded on the left, and of those that raise whatever it is. The latter may work on
-    the device that it is for, with ``computes_elsewhere``.
+    the device that they are for, with ``computes_elsewhere``, and are padded, as nothing is known of them.
     """
     family = lm.config.model_type
     try:
@@ -86,7 +86,8 @@ def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = Fal
         raise
     except Exception as error:  # a family's own code raises whatever it meets
         if computes_elsewhere:
-            log.info("%s is not tried on the CPU: %s", type(lm).__name__, one_line(error))
+            log.info("%s is computed with padding, as the CPU cannot try it: %s", type(lm).__name__, one_line(error))
+            lm.set_attn_implementation(exact_attention(lm.config))
             return
         raise ConfigError(f"{source}: models of type {family} cannot be computed: {one_line(error)}") from error
     if off > (1e-2 if trial.is_precise else 0.5):  # another order of sums may choose other experts

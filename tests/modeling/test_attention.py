@@ -125,6 +125,19 @@ def test_a_model_whose_kernel_gives_no_numbers_is_padded(
     assert not is_packed(model) and len(caplog.messages) == 1
 
 
+def test_a_model_that_the_cpu_cannot_try_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of how it packs where its own kernels are there for GPUs alone."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=40, attn_implementation=attention.NAME))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel for a CPU")
+
+    monkeypatch.setattr(model, "forward", fail)
+    pack_or_pad(model, "model.path", computes_elsewhere=True)
+    assert not is_packed(model)
+
+
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Causal attention of one sequence, head by head."""
     steps = torch.arange(len(q))
