@@ -58,7 +58,7 @@ def attend() -> Iterator[Callable[[], None]]:
 def test_a_chunk_is_computed_where_the_model_is(
     recipe: str, overrides: dict[str, object], attend: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {"actor.max_tokens_per_micro_batch": 40, "actor.loss_chunk": 7, **overrides}
+    values = {"actor.max_tokens_per_micro_batch": 40, "actor.loss_chunk": 14, **overrides}
     config = compose([f"+recipe={recipe}", *(f"{name}={json.dumps(value)}" for name, value in values.items())])
     models.make("llama").save_pretrained(tmp_path)
     student = load(tmp_path, config.actor.gradient_checkpointing).to(META)

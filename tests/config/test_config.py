@@ -124,7 +124,7 @@ def test_a_file_in_a_directory_that_a_sweep_named_is_a_file(tmp_path: Path, monk
         assert compose([name, "actor.lr=1e-5"]) == first
 
 
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=5)
 @given(st.text("\\$\\${}:'\"a, \n", min_size=1, max_size=12))
 def test_a_text_with_a_literal_interpolation_is_read_again_as_it_is(text: str) -> None:
     config = load({"data": {"prompt_key": text, "chat_template_kwargs": {"a": [text]}}, "rollout": {"stop": [text]}})

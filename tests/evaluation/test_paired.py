@@ -89,7 +89,7 @@ def test_as_many_questions_as_needed_find_the_difference_in_four_of_five_cases()
     needed = count_needed_questions(pilot)
     assert needed is not None
     assert needed == pytest.approx((2.8015 / 0.3) ** 2, rel=0.15)
-    detections = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(150)]
+    detections = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(100)]
     assert 0.7 <= np.mean(detections) <= 0.9
     assert count_needed_questions([0.0, 1.0, -1.0]) is None
     assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)

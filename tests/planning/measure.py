@@ -49,23 +49,27 @@ def student_of(config: PretrainedConfig, run: Config) -> Student:
         return load(path, run.actor.gradient_checkpointing, run.actor.lora)
 
 
-def peak_of_update(
-    student: Student, run: Config, scored: Sequence[ScoredSample], n_updates: int = 2, resizing: bool = False
-) -> int:
-    """Peak bytes of tensors over optimizer steps as :meth:`gkd.actor.training.RankTrainer.update` makes them."""
+def peak_of_update(student: Student, run: Config, scored: Sequence[ScoredSample], resizing: bool = False) -> int:
+    """Peak bytes of tensors over an optimizer step as :meth:`gkd.actor.training.RankTrainer.update` makes it.
+
+    It is a later one: a step of gradients that are 0 has made the optimizer's state.
+    """
     optimizer = adamw(student, run.actor)
+    for parameter in student.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    moments = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     lengths = [len(s.sample.token_ids) for s in scored]
     n = sum(len(s.sample.sampled_ids) for s in scored)
     tensors = TensorBytes(resizing)
     with tensors:
-        tensors.count([*student.parameters(), *student.buffers()])
-        for _ in range(n_updates):
-            optimizer.zero_grad(set_to_none=True)
-            with student.computing():
-                for part in pack(lengths, run.actor.micro_batch_tokens):
-                    _accumulate([scored[i] for i in part], student, run, n)
-            torch.nn.utils.clip_grad_norm_(student.parameters(), run.actor.grad_clip)
-            optimizer.step()
+        tensors.count([*student.parameters(), *student.buffers(), *moments])
+        with student.computing():
+            for part in pack(lengths, run.actor.micro_batch_tokens):
+                _accumulate([scored[i] for i in part], student, run, n)
+        torch.nn.utils.clip_grad_norm_(student.parameters(), run.actor.grad_clip)
+        optimizer.step()
     return tensors.peak
 
 

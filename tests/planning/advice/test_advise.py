@@ -125,23 +125,18 @@ ALL = {
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_advice_for_all_groups_at_once_composes_and_fits(case: str) -> None:
+def test_advice_for_all_groups_at_once_composes_and_fits_and_none_is_called_hopeless(case: str) -> None:
     s = layout_of(*ALL[case])
     assert sum(not memory.fits for memory in all_memory(s)) > 1
-    overrides = advise_all(s)
-    assert overrides is not None
-    pasted = layout_of(*ALL[case], *overrides.split())
+    planned = plan(s, None, None, False)
+    assert planned.all_groups
+    pasted = layout_of(*ALL[case], *planned.all_groups.split())
     assert all(memory.fits for memory in all_memory(pasted))
     assert pasted.nodes == s.nodes  # as many GPUs as there were
     assert s.nodes is not None
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_nothing_is_called_hopeless_where_there_is_a_way(case: str) -> None:
     out = io.StringIO()
-    planned = plan(layout_of(*ALL[case]), None, None, False)
     show(planned, out)
-    assert planned.all_groups and planned.all_groups in " ".join(out.getvalue().split())
+    assert planned.all_groups in " ".join(out.getvalue().split())
     assert not any(explain_no_advice(planned.layout, memory) in out.getvalue() for memory in planned.memory)
 
 
@@ -159,8 +154,6 @@ def test_what_is_asked_of_one_group_leaves_gpus_for_the_next() -> None:
     [
         (4000, ("+recipe=on_policy_distill", "model.size=7b", "teacher.model.size=72b", "plan.gpu_type=a100-40gb",
                 "placement=3gpu", "actor.lora.r=64")),
-        (1000, ("+recipe=on_policy_distill", "model.size=32b", "teacher.model.size=72b", "plan.gpu_type=h200",
-               "placement=single_gpu")),
         (1000, ("+recipe=distill_and_reward", "model.size=3b", "teacher.model.size=1.5b", "plan.gpu_type=rtx-3060",
                 "placement=single_gpu", "algorithm.kl.coef=0.1")),
         (2000, ("+recipe=grpo", "model.size=7b", "placement=single_gpu", "plan.gpu_type=rtx-4090")),
@@ -182,7 +175,7 @@ def test_a_plan_tries_few_changes_where_several_groups_do_not_fit(
     assert sum(not memory.fits for memory in planned.memory) > 1
 
 
-@pytest.mark.parametrize("placement", ["single_gpu", "2gpu", "3gpu", "4gpu", "8gpu", "2x8gpu", "4x8gpu"])
+@pytest.mark.parametrize("placement", ["single_gpu", "3gpu", "8gpu", "2x8gpu"])
 def test_advice_keeps_to_the_machines_a_placement_is_for(placement: str) -> None:
     small = layout_of("+recipe=grpo", "model.size=7b", f"placement={placement}", "plan.gpu_type=rtx-4090")
     assert small.nodes is not None
