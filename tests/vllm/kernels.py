@@ -47,10 +47,10 @@ def test_vllm_leaves_the_tokens_that_the_trainer_does(how: dict[str, Any], scale
     """But for one at the edge of top_p, where sums in another order round to either side."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_triton
 
-    logits = torch.randn(10, 1000, generator=torch.Generator().manual_seed(0)) * scale
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0)) * scale
     rollout = Rollout(**how)
-    k = None if rollout.top_k is None else torch.full((10,), rollout.top_k, dtype=torch.int32)
-    p = None if rollout.top_p == 1.0 else torch.full((10,), rollout.top_p)
+    k = None if rollout.top_k is None else torch.full((5,), rollout.top_k, dtype=torch.int32)
+    p = None if rollout.top_p == 1.0 else torch.full((5,), rollout.top_p)
     left = apply_top_k_top_p_triton(logits.clone(), k, p) > -torch.inf
     log_q = logits.log_softmax(-1)
     own = log_q >= find_least_kept(log_q, rollout)

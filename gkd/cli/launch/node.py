@@ -262,7 +262,6 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
 
     from gkd.cluster import gpu
     from gkd.cluster.session import address, local
-    from gkd.cluster.session.control_service import VARIABLE
 
     if "RAY_AUTH_MODE" not in os.environ:
         address.require_token()  # a cluster runs whatever it is sent, so not everybody's
@@ -274,10 +273,8 @@ def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
         dropped.add(gpu.VISIBLE)
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
     variables |= {
+        **local.server_variables(RECONNECT_S),
         local.MARK: mark,
-        VARIABLE: str(RECONNECT_S),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }

@@ -26,7 +26,7 @@ from gkd.cluster.layout.fit import require_fit, share_gpus
 from gkd.cluster.layout.nodes import Node, group_requests
 from gkd.cluster.session import local, reaper
 from gkd.cluster.session.address import require_cluster, use_own_token
-from gkd.cluster.session.control_service import SETTING, VARIABLE, ControlService, finish_s
+from gkd.cluster.session.control_service import SETTING, ControlService, finish_s
 from gkd.cluster.session.shutdown import (
     abandon,
     end_unless_done,
@@ -236,10 +236,8 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
     """
     use_own_token()
     environment: dict[str, str | None] = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **local.server_variables(reconnect_s),
         gpu.SIMULATED: "1" if simulated else None,
-        VARIABLE: str(reconnect_s),
     }
     # Ray refuses more GPUs than the variable lists; when it lists enough, ids are taken from it.
     if simulated and not _lists_enough(n_gpus):

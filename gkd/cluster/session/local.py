@@ -20,13 +20,29 @@ from pathlib import Path
 from typing import Literal
 
 from gkd.cluster.session import reaper
+from gkd.cluster.session.control_service import VARIABLE
 from gkd.errors import ConfigError, one_line
 
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
+NICENESS = "RAY_worker_niceness"
 log = logging.getLogger("gkd")
 GRACE_S = 10.0  # for Ray to end its servers and for workers to end their children
 LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and their paths may have 107
+
+
+def server_variables(reconnect_s: float) -> dict[str, str]:
+    """Return variables with which Ray's servers start on this machine, and through them its workers.
+
+    Its processes live for ``reconnect_s`` without their control service. Ray's own niceness of its workers, 15, leaves
+    them a thirtieth of what other programs have, so that a run beside a compiler or another user's job stands still.
+    """
+    return {
+        VARIABLE: str(reconnect_s),
+        NICENESS: os.environ.get(NICENESS, "0"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
 
 
 @dataclass(frozen=True)

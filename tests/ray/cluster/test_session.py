@@ -18,6 +18,7 @@ from gkd.cluster.session import connect as session_module
 from gkd.cluster.session import reaper
 from gkd.cluster.session.connect import connect
 from gkd.cluster.session.control_service import VARIABLE
+from gkd.cluster.session.local import NICENESS
 from gkd.errors import ConfigError, RunFailed
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, configuration, eventually
@@ -33,6 +34,7 @@ def start():
     def start_run(*arguments, **environment):
         # The parent lists GPUs that do not count from 0, so ids and ranges are to be taken from its list.
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", **environment}
+        variables.pop(NICENESS, None)
         run = subprocess.Popen(
             [sys.executable, "-m", "tests.ray.cluster.run_for_long", *arguments],
             cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -64,6 +66,8 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
     for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
         (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         assert int(blocked, 16) & 1 << signal.SIGHUP - 1
+    # By Ray's own niceness, 15, workers stand still beside other programs.
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.nice(0)}
     # What is sent to the run's own group, as by `timeout`, is for the run alone.
     group = os.getpgid(first.pid)
     assert [pid for pid in reaper.processes_of(directory) if os.getpgid(pid) == group] == [first.pid]

@@ -276,21 +276,24 @@ def test_what_cannot_be_scored_is_refused_and_the_server_lives_on(
     check(a_request(3, 5, 4), teacher.submit(a_request(3, 5, 4)).result(30), reference)
 
 
+MOST = 24  # tokens
+
+
 def test_generation_is_transformers_greedy(teacher: ScoringClient, reference: Any) -> None:
     """Also while others are scored at another temperature, and past prompts that end early."""
     scored = [teacher.submit(a_request(5, 30, 4, 0.5, seed=i)) for i in range(8)]
     prompts = [a_request(2 + i, 1, 0, seed=100 + i).token_ids for i in range(12)]
-    futures = [teacher.submit(GenerateRequest(prompt, 40)) for prompt in prompts]
+    futures = [teacher.submit(GenerateRequest(prompt, MOST)) for prompt in prompts]
     lengths = set()
     for prompt, future in zip(prompts, futures, strict=True):
         ids = torch.tensor(prompt.astype(np.int64))[None]
-        settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        settings = {"max_new_tokens": MOST, "do_sample": False, "pad_token_id": 0}
         with torch.no_grad():
             expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :]
         np.testing.assert_array_equal(future.result(30), expected.numpy())
         lengths.add(len(expected))
     assert all(f.result(30) for f in scored)
-    assert len(lengths) > 1 and 40 in lengths, "some end by themselves and some do not"
+    assert len(lengths) > 1 and MOST in lengths, "some end by themselves and some do not"
 
 
 def test_results_in_the_engine_are_bounded(vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
