@@ -150,7 +150,7 @@ def test_a_strategy_that_counts_no_numbers_is_one_line(counted: Answer, named: s
 def test_a_strategy_that_waits_for_ever_is_ended_and_one_that_waits_for_replies_is_not() -> None:
     class Slow(Echo):
         async def reply(self, *args: Any) -> Reply:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
             return await super().reply(*args)
 
     async def thrice(generate: GenerateFn, row: Columns) -> Answer:
@@ -162,9 +162,9 @@ def test_a_strategy_that_waits_for_ever_is_ended_and_one_that_waits_for_replies_
         await asyncio.Event().wait()
         raise AssertionError
 
-    assert len(answer(Slow(), jobs(2), thrice, 0.2)) == 2
-    with pytest.raises(RunFailed, match=r"\bhang .*question 1: .*0\.2 s.*\brollout\.timeout_s\b"):
-        answer(Echo(), jobs(1), hang, 0.2)
+    assert len(answer(Slow(), jobs(2), thrice, 0.5)) == 2
+    with pytest.raises(RunFailed, match=r"\bhang .*question 1: .*0\.5 s.*\brollout\.timeout_s\b"):
+        answer(Echo(), jobs(1), hang, 0.5)
 
 
 def test_a_strategy_that_ends_programs_fails_as_any_other() -> None:

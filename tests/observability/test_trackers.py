@@ -241,7 +241,7 @@ def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
 ) -> None:
     (tmp_path / "mine.py").write_text(OWN + HANGING)
     hanging, other = f"{tmp_path}/mine.py:Hanging", f"{tmp_path}/mine.py:Lines"
-    monkeypatch.setattr(tracking, "CALL_S", 1.0)  # which the other one has too, on a busy machine
+    monkeypatch.setattr(tracking, "CALL_S", 2.0)  # which the other one has too, on a busy machine
     left: list[str] = []
     monkeypatch.setattr(tracking, "abandon", left.append)
     with caplog.at_level("WARNING", logger="gkd"):
@@ -250,7 +250,7 @@ def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
     assert (tmp_path / "lines.txt").read_text().splitlines()[1:] == ["1 ['actor/loss', 'epoch']", "done"]
     assert left == [hanging]  # the program ends without it
     (text,) = [record.getMessage() for record in caplog.records if record.name == "gkd"]
-    assert contains_in_order(text, f"trainer.trackers: {hanging} ", "step 0", "1 s")
+    assert contains_in_order(text, f"trainer.trackers: {hanging} ", "step 0", "2 s")
 
 
 @pytest.mark.parametrize(
