@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from typing import Any
 
 import ray
@@ -20,6 +19,7 @@ from gkd.actor.publishing import WeightSource
 from gkd.actor.rank_state import RankState
 from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
+from gkd.cluster.host import cores
 from gkd.cluster.workers.activity import report_here
 from gkd.cluster.workers.environment import compute_threads
 from gkd.config import Config
@@ -112,8 +112,8 @@ def _n_threads(config: Config, model_path: str, world: int, device: Device) -> i
 
     On a GPU they are for an optimizer in the host's memory, which Ray's OMP_NUM_THREADS=1 would leave one.
     """
-    cores = len(os.sched_getaffinity(0))
+    n_cores = cores()
     if device == "cpu":
         n_threads = config.cluster.cpu_threads
-        return n_threads or min(compute_threads([model_path]), max(1, cores // world))
-    return max(1, cores // min(world, config.trainer.n_gpus_per_node))
+        return n_threads or min(compute_threads([model_path]), max(1, n_cores // world))
+    return max(1, n_cores // min(world, config.trainer.n_gpus_per_node))

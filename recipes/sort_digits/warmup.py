@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from gkd.cluster import host
 from gkd.data.cache import make_entry
 from gkd.data.task import ReportFn
 from gkd.errors import RunFailed
@@ -155,7 +156,7 @@ def main() -> None:
     """Make the models of ``CACHE RECIPES_JSON``, a directory and a list of :class:`ModelRecipe`."""
     _end_with_parent()
     disable_progress_bar()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(host.cores())
     try:
         for recipe in json.loads(sys.argv[2]):
             make_model(Path(sys.argv[1]), ModelRecipe(**recipe), lambda line: print(line, flush=True))

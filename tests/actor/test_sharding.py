@@ -18,6 +18,7 @@ from gkd.actor.collate import collate
 from gkd.actor.loading import load, load_sharded
 from gkd.actor.model import Student, shard
 from gkd.actor.worker import ActorWorker
+from gkd.cluster import host
 from gkd.config import Actor, Algorithm, Lora, Rollout
 from gkd.config.compose import compose
 from gkd.config.device import Device
@@ -128,9 +129,13 @@ def test_a_rank_computes_with_its_share_of_the_nodes_cores(
     device: Device, world: int, ranks_here: int, megabytes: int, threads: int, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Whatever OMP_NUM_THREADS says: the optimizer of offload_optimizer is the host's. A small model takes one."""
+    """Whatever OMP_NUM_THREADS says: the optimizer of offload_optimizer is the host's. A small model takes one.
+
+    Of a machine with 64 cores, of whose time a container has 16.
+    """
     before = torch.get_num_threads()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(host, "_read", lambda name: ["1600000 100000"] if name == "cpu.max" else [])
     config = compose([f"trainer.n_gpus_per_node={ranks_here}", f"trainer.nnodes={world // ranks_here}"])
     try:
         with Path(tmp_path, "model.safetensors").open("wb") as weights:
