@@ -65,16 +65,26 @@ const Panels = (() => {
     .filter(event => KINDS[event.kind] && (metrics === null || metrics.includes(event.metric)))
     .map(event => [event.step, KINDS[event.kind]]));
 
+  // Validation's metrics by what they draw: those that are equal in all runs, as of a single reward, share a chart.
+  const alone = (runs, names) => {
+    const groups = new Map();
+    for (const name of names) {
+      const key = name.startsWith('val/') ? JSON.stringify(runs.map(run => run.metrics[name] || null)) : name;
+      groups.set(key, [...(groups.get(key) || []), name]);
+    }
+    return [...groups.values()].map(equal => [equal.join(', '), [equal[0]], equal]);
+  };
+
   const charts = (runs, places) => {
     const left = new Set(names(runs).filter(name => !SKIPPED.test(name)));
     for (const [panel, title, pattern] of RULES) {
       const matches = [...left].filter(name => pattern.test(name));
       matches.forEach(name => left.delete(name));
-      const groups = title === null ? matches.map(name => [name, [name]]) : matches.length ? [[title, matches]] : [];
-      for (const [heading, metrics] of groups) {
+      const groups = title === null ? alone(runs, matches) : matches.length ? [[title, matches, matches]] : [];
+      for (const [heading, metrics, named] of groups) {
         const drawn = lines(runs, metrics);
-        if (runs.length === 1 && hasInterval(runs[0], heading)) drawn.push(...interval(runs[0], heading));
-        Charts.draw(places[panel], heading, drawn, marks(runs, panel === 'health' ? null : metrics));
+        if (runs.length === 1 && hasInterval(runs[0], metrics[0])) drawn.push(...interval(runs[0], metrics[0]));
+        Charts.draw(places[panel], heading, drawn, marks(runs, panel === 'health' ? null : named));
       }
     }
     for (const name of left) Charts.draw(places.other, name, lines(runs, [name]), marks(runs, [name]));

@@ -302,6 +302,19 @@ def test_a_set_has_its_interval_and_its_band(tmp_path: Path) -> None:
     assert (upper[2], lower[2]) == pytest.approx((0.946, 0.554), abs=1e-3) and lower[1] is None
 
 
+def test_what_is_equal_in_validation_is_drawn_once(tmp_path: Path) -> None:
+    """As the accuracy, the reward for it and the mean of rewards are where it is the only one; with its interval."""
+    run = make_run(tmp_path / "run", 2)
+    same = ("val/accuracy", "val/reward/accuracy", "val/reward/mean")
+    at = [dict.fromkeys(same, 0.25) | {"val/reward/format": 0.5}, {}, dict.fromkeys((*same, "val/reward/format"), 0.75)]
+    (run / "metrics.jsonl").write_text(lines([row(step) | own for step, own in enumerate(at)]))
+    seen = see([run], tmp_path)
+    drawn = [metric for metric, *_ in seen.page["lines"] if metric is not None and metric.startswith("val/")]
+    assert (seen.console, drawn) == ([], ["val/accuracy", "val/reward/format"])
+    assert ", ".join(same) in seen.page["text"]
+    assert len([1 for metric, label, *_ in seen.page["lines"] if (metric, label) == (None, "")]) == 2  # the band
+
+
 def test_memory_lies_beside_what_was_planned(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     own = {"model": {"size": "0.5b"}, "data": {"train_files": ["a"], "val_files": ["b"]}}
