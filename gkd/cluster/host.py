@@ -32,12 +32,18 @@ def cores() -> int:
 
 
 def _read(name: str) -> Iterator[str]:
-    """Yield what the file ``name`` holds for this process's group and those above it; a container's own is the top."""
+    """Yield what the file ``name`` holds for this process's group and those above it; a container's own is the top.
+
+    In the first version each kind of limit has a tree of groups, in a folder of its name.
+    """
+    kind, _, file = name.rpartition("/")
     try:
-        own = [line.removeprefix("0::/") for line in OWN.read_text().splitlines() if line.startswith("0::/")]
+        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]  # number, kinds, group
     except OSError:
-        own = []
-    inner = GROUPS / "".join(own)
+        lines = []
+    own = next((group for _, kinds, group in lines if kind in kinds.split(",")), "")
+    top = GROUPS / kind
+    inner = top / own.lstrip("/")
     for folder in (inner, *inner.parents):
-        if folder.is_relative_to(GROUPS) and (folder / name).is_file():
-            yield (folder / name).read_text().strip()
+        if folder.is_relative_to(top) and (folder / file).is_file():
+            yield (folder / file).read_text().strip()

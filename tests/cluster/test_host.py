@@ -56,3 +56,13 @@ def test_the_first_version_of_control_groups(groups: Path) -> None:
     limit(groups / "memory", memory__limit_in_bytes=str(2 * GB))
     limit(groups / "cpu", cpu__cfs_quota_us="400000")
     assert (host.memory(), host.cores()) == (2 * GB, 4)
+
+
+def test_a_jobs_own_groups_of_the_first_version(groups: Path) -> None:
+    """Each kind of limit has a tree of its own there, as on Slurm's clusters of that time."""
+    (groups / "own").write_text("9:cpu,cpuacct:/slurm/job_7\n4:memory:/slurm/job_7/step_0\n1:name=systemd:/a:b\n0::/\n")
+    limit(groups / "cpu" / "slurm" / "job_7", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
+    limit(groups / "memory" / "slurm" / "job_7", memory__limit_in_bytes=str(3 * GB))
+    limit(groups / "memory" / "slurm" / "job_7" / "step_0", memory__limit_in_bytes=str(1 << 62))
+    limit(groups / "memory" / "slurm" / "job_8", memory__limit_in_bytes=str(GB))
+    assert (host.memory(), host.cores()) == (3 * GB, 2)
