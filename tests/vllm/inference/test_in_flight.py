@@ -17,7 +17,7 @@ from gkd.types import Sample, Sampling, VersionSpan
 from tests.vllm.inference.test_engines import N_TOKENS, make, requests, small_spec
 from tests.weights.received import load_in_buckets
 
-BEFORE, LENGTH, QUEUED = 4, 11, 100
+BEFORE, LENGTH, QUEUED = 7, 20, 100
 AS_ON_GPUS = "TRITON_INTERPRET" in os.environ  # tests/e2e/gpu/test_interpreted.py
 
 
