@@ -72,7 +72,10 @@ const Panels = (() => {
       const key = name.startsWith('val/') ? JSON.stringify(runs.map(run => run.metrics[name] || null)) : name;
       groups.set(key, [...(groups.get(key) || []), name]);
     }
-    return [...groups.values()].map(equal => [equal.join(', '), [equal[0]], equal]);
+    return [...groups.values()].map(equal => {
+      const drawn = equal.find(name => runs.some(run => hasInterval(run, name))) || equal[0];
+      return [equal.join(', '), [drawn], equal];
+    });
   };
 
   const charts = (runs, places) => {

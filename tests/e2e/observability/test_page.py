@@ -305,9 +305,9 @@ def test_a_set_has_its_interval_and_its_band(tmp_path: Path) -> None:
 def test_what_is_equal_in_validation_is_drawn_once(tmp_path: Path) -> None:
     """As the accuracy, the reward for it and the mean of rewards are where it is the only one; with its interval."""
     run = make_run(tmp_path / "run", 2)
-    same = ("val/accuracy", "val/reward/accuracy", "val/reward/mean")
+    same = ("val/reward/accuracy", "val/reward/mean", "val/accuracy")
     at = [dict.fromkeys(same, 0.25) | {"val/reward/format": 0.5}, {}, dict.fromkeys((*same, "val/reward/format"), 0.75)]
-    (run / "metrics.jsonl").write_text(lines([row(step) | own for step, own in enumerate(at)]))
+    (run / "metrics.jsonl").write_text(lines([own | row(step) | own for step, own in enumerate(at)]))
     seen = see([run], tmp_path)
     drawn = [metric for metric, *_ in seen.page["lines"] if metric is not None and metric.startswith("val/")]
     assert (seen.console, drawn) == ([], ["val/accuracy", "val/reward/format"])
