@@ -135,7 +135,8 @@ def test_a_rank_computes_with_its_share_of_the_nodes_cores(
     """
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(host, "_read", lambda name: ["1600000 100000"] if name == "cpu.max" else [])
+    monkeypatch.setattr(host, "GROUPS", tmp_path)
+    (tmp_path / "cpu.max").write_text("1600000 100000")
     config = compose([f"trainer.n_gpus_per_node={ranks_here}", f"trainer.nnodes={world // ranks_here}"])
     try:
         with Path(tmp_path, "model.safetensors").open("wb") as weights:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from gkd.cluster import host
 from gkd.config import Config, load
 from gkd.data.task import ReportFn, TaskInputs, task_of
 from gkd.recipes.sort_digits import warmup
@@ -57,3 +60,14 @@ def test_the_measured_accuracy_is_that_of_greedy_decoding() -> None:
     ids = torch.from_numpy(token_rows(draw(np.random.default_rng(1), 64, 2, "train")))
     greedy = model.generate(ids[:, :4], max_new_tokens=3, do_sample=False)
     assert warmup.exact_accuracy(model, ids, student) == (greedy == ids).all(1).float().mean().item()
+
+
+def test_the_process_has_as_many_threads_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, which may have a share of the machine's."""
+    threads: list[int] = []
+    monkeypatch.setattr(warmup, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(host, "cores", lambda: 3)
+    monkeypatch.setattr(sys, "argv", ["warmup", str(tmp_path), "[]"])
+    warmup.main()
+    assert threads == [3]

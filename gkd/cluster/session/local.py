@@ -34,7 +34,7 @@ LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and 
 def server_variables(reconnect_s: float) -> dict[str, str]:
     """Return variables with which Ray's servers start on this machine, and through them its workers.
 
-    Its processes live for ``reconnect_s`` without their control service. Ray's own niceness of its workers, 15, leaves
+    Ray's processes live for ``reconnect_s`` without their control service. Its own niceness of workers, 15, leaves
     them a thirtieth of what other programs have, so that a run beside a compiler or another user's job stands still.
     """
     return {

@@ -129,12 +129,12 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
 
 
 def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
-    """Its actor before there is a checkpoint, its only engine, and its actor while it begins again."""
-    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=2",
+    """Its actor before there is a checkpoint, its only engine, and its actor twice while it begins again."""
+    small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "rollout.engine=hf", "trainer.restarts=3",
              "cluster.worker_restarts=0")  # fmt: skip
     run = start(LONG, *small, "trainer.save_every=3", "trainer.save_minutes=null", recipe="grpo")
     last, killed = 0, [-1]
-    for number, lost in enumerate(("actor", "rollout", "actor")):
+    for number, lost in enumerate(("actor", "rollout", "actor", "actor")):
         assert not number or eventually(lambda n=number: f"(restart {n} of" in run.text(), 300), run.text()
         if number < 2:
             run.wait_for_step(last + 4 if number else 1)  # which nobody but the workers begun again can reach
@@ -147,14 +147,16 @@ def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
     (line,) = (line for line in run.errors() if line)
     assert line.startswith("failed: actor rank 0 ")
     assert "no step was trained since the first failure: rollout rank 0 " in line
-    assert [f"restart {number} of trainer.restarts=2" in run.text() for number in (1, 2, 3)] == [True, True, False]
+    assert [f"restart {number} of trainer.restarts=3" in run.text() for number in (1, 2, 3, 4)] == [True] * 3 + [False]
     steps = [row["step"] for row in run.metrics()]
     assert steps == list(range(len(steps)))
     samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
     assert samples == sorted(samples)
     assert {samples.count(step) for step in steps[1:]} == {4}
     events = [json.loads(line) for line in (run.output / "events.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in events if row["kind"] == "restart"] == [f"{i} of trainer.restarts=2" for i in (1, 2)]
+    assert [row["text"] for row in events if row["kind"] == "restart"] == [
+        f"{i} of trainer.restarts=3" for i in (1, 2, 3)
+    ]
 
 
 def test_without_rays_control_service_a_run_saves_what_it_has_and_begins_again_or_says_why_it_ends(start: Any) -> None:
