@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def write_pretrained(
     holds one file's weights at a time. Raises StudentNotWritten when the files cannot be written.
     """
     stored = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    directory = directory.resolve()  # what a link leads to, perhaps on another disk, is written there
+    directory = Path(os.path.realpath(directory))  # what a link leads to, perhaps on another disk, is written there
     new = directory.with_name(f".{directory.name}.incomplete")
     adapter = {name: t.cpu() for name, t in student.adapter_tensors() if writes} if student.has_adapter else {}
     tensors = student.file_tensors(stored)

@@ -1,8 +1,8 @@
 """``gkd data +recipe=grpo model.path=DIR data.train_files=[...]``: what the data of a run becomes, before it runs.
 
 Takes what ``gkd train`` takes, and needs neither Ray nor a GPU. Prints the first prompts as the student and the teacher
-see them, special tokens shown; the lengths of all prompts; and how many are left out, and why. Exit codes: 0 there is
-something to train on; 2 there is not, or the settings are wrong.
+see them, special tokens shown; the lengths of all prompts; how many are left out, and why; and the questions of
+data.val_sets. Exit codes: 0 there is something to train on; 2 there is not, or the settings are wrong.
 """
 
 from __future__ import annotations

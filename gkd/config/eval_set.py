@@ -25,11 +25,13 @@ class EvalSet(Settings):
 
     files: Files = Field([], description="the questions, in the formats of data.train_files")
     prompt_key: str = Field("prompt", description="column of the question; messages go through the chat template")
-    answer_key: str | None = Field(None, description="column of the reference answer; null: as data.answer_key")
-    prompt_template: str | None = Field(None, description="as data.prompt_template")
-    system_prompt: str | None = Field(None, description="as data.system_prompt")
-    apply_chat_template: bool | None = Field(None, description="as data.apply_chat_template")
-    chat_template_kwargs: dict[str, Any] = Field({}, description="as data.chat_template_kwargs")
+    answer_key: str | None = Field(
+        None, description="column of the reference answer; null: verl's reward_model.ground_truth"
+    )
+    prompt_template: str | None = Field(None, description="as data.prompt_template, of this set alone")
+    system_prompt: str | None = Field(None, description="as data.system_prompt, of this set alone")
+    apply_chat_template: bool | None = Field(None, description="as data.apply_chat_template, of this set alone")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="as data.chat_template_kwargs, of this set alone")
     samples: int = Field(
         1, ge=1, description="answers a question (verl's val_kwargs.n, slime's n_samples_per_eval_prompt)"
     )

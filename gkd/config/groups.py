@@ -379,7 +379,7 @@ class Rollout(StudentSampling, Engine, EngineSection):
         description=f"what samples: vllm; hf, transformers' generate, for models unknown to vLLM; or {OWN_CLASS} "
         "(TRL: use_vllm; verl: rollout.name)",
     )
-    n: int = Field(1, ge=1, description="samples a prompt (TRL's num_generations)")
+    n: int = Field(1, ge=1, le=1 << 20, description="samples a prompt (TRL's num_generations)")
     timeout_s: WaitSeconds = Field(1800.0, description="time a batch may take to be sampled and scored")
     engine_timeout_s: WaitSeconds = Field(
         300.0, description="an engine that has work and makes no forward pass for this time hangs: "

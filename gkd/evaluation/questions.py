@@ -89,7 +89,7 @@ def load_questions(
     answered = any(prompt.answer is not None for prompt in loaded.prompts)
     if not answered and (settings.pass_k or not settings.rewards):
         raise ConfigError(
-            f"{section}.{name}: no reference answers (answer_key) and no rewards: nothing can be measured"
+            f"{section}.{name}: no reference answers (its own answer_key) and no rewards: nothing can be measured"
         )
     own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
     keys = question_keys((prompt, row.find(settings.prompt_key) or row.values) for prompt, row in own)

@@ -16,7 +16,7 @@ from gkd.actor.pretrained import write_config, write_pretrained, write_weights
 from gkd.config import Lora
 from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, StudentNotWritten
 from tests.actor.models import make
 from tests.data.models import save_model
 from tests.data.test_answers import chat_tokenizer
@@ -56,6 +56,10 @@ def test_a_student_is_written_where_a_link_leads(tmp_path: Path) -> None:
     write_pretrained(load(source), str(source), Lora(), torch.float32, link, writes=True)
     assert link.is_symlink() and (place / "model.safetensors").exists() and not (place / "old").exists()
     assert [path.name for path in place.parent.iterdir()] == ["student"]
+    place.rename(place.with_name("aside"))
+    place.symlink_to(link)  # so that both lead nowhere
+    with pytest.raises(StudentNotWritten, match=f"{tmp_path}/.*model"):
+        write_pretrained(load(source), str(source), Lora(), torch.float32, link, writes=True)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.6}, {"eos_token_id": [1, 2]}, None])

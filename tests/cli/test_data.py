@@ -118,3 +118,25 @@ def test_the_limit_of_validation_is_of_all_files_and_of_prompts_that_fit(
     _, mixed, more = text.split("=== data.val_files")
     assert "2 prompts" in mixed and contains_in_order(more, "1 prompt is", "data.val_limit=3")
     assert f"{files}/long.jsonl" in text and f"{files}/long.jsonl" not in mixed + more
+
+
+def test_sets_of_questions_are_shown_as_the_student_is_asked_them(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = [*arguments(files), "teacher.chat_template=student", "rollout.max_response_length=20", "--rows", "1"]
+    settings = {"files": f"[{files}/long.jsonl,{files}/q.jsonl]", "prompt_key": "question", "answer_key": "answer",
+                "system_prompt": "b", "samples": "2", "temperature": "0.5", "max_response_length": "22"}  # fmt: skip
+    a_set = [f"data.val_sets.hard.{name}={value}" for name, value in settings.items()]
+    assert main([*shown, *a_set]) == 0
+    own = capsys.readouterr().out.partition("=== data.val_sets.hard")[2]
+    lines = [line.rstrip() for line in own.splitlines()]
+    assert lines[0].endswith(f"{files}/long.jsonl, {files}/q.jsonl")
+    assert contains_in_order(lines[1], "row 2", "2 messages") and lines[2] == "<system> b <user> a <assistant>"
+    assert contains_in_order(lines[3], "'b'", "'1'") and "teacher" not in own
+    used, left_out = [line for line in lines if re.search(r" (is|are) ", line)]
+    assert contains_in_order(used, "2 questions", "2 times", "0.5", "2 with")
+    assert re.findall(r"\d+", left_out) == ["4", "8", "22", "30"]  # 10 + 20 tokens in all
+    assert re.search(r"more than 8 +4 ", own)
+    assert main([*shown, *a_set[:1]]) == 2  # no answers
+    printed = capsys.readouterr()
+    assert "=== data.val_files" in printed.out and "data.val_sets.hard" in printed.err

@@ -90,9 +90,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
     files = {"train": train, "val": val}
     prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
-    val_sets = _val_sets(config, tokenizer, longest, report)
-    asked = {f"data.val_sets.{s.name}.files": [q.prompt for q in s.questions] for s in val_sets}
-    _require_rows(asked, tokenizer, models["student"].n_tokens)
+    val_sets = read_val_sets(config, tokenizer, models["student"].n_tokens, longest, report)
     return Inputs(
         student,
         scorers,
@@ -184,8 +182,13 @@ def see_as_teachers(
     return teacher_prompts(config.teacher, teachers, tokenizer, prompts, longest, kwargs)
 
 
-def _val_sets(config: Config, tokenizer: Any, max_length: int, report: Callable[[str], None]) -> tuple[Questions, ...]:
-    """Read ``data.val_sets``, each as the student is asked it."""
+def read_val_sets(
+    config: Config, tokenizer: Any, n_tokens: int, max_length: int, report: Callable[[str], None]
+) -> tuple[Questions, ...]:
+    """Read ``data.val_sets``, each as the student is asked it; ``n_tokens``: how many tokens the student has.
+
+    Raises ConfigError for what cannot be asked or measured.
+    """
     sets = []
     for name, settings in config.data.val_sets.items():
         section, response = f"data.val_sets.{name}", settings.max_response_length or config.rollout.max_response_length
@@ -198,6 +201,7 @@ def _val_sets(config: Config, tokenizer: Any, max_length: int, report: Callable[
         reward_settings(config, questions)
         if questions.n_too_long:
             report(f"{section}: {questions.n_too_long} questions are too long and left out")
+        _require_rows({f"{section}.files": [q.prompt for q in questions.questions]}, tokenizer, n_tokens)
         sets.append(questions)
     return tuple(sets)
 

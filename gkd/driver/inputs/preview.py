@@ -1,4 +1,7 @@
-"""What the data of a run becomes: prompts as student and teacher see them, their lengths, and what is left out."""
+"""What the data of a run becomes: prompts as student and teacher see them, their lengths, and what is left out.
+
+The questions of ``data.val_sets`` are shown as the student is asked them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -23,10 +27,12 @@ from gkd.driver.inputs.find import (
     max_length,
     needs_columns,
     read_models,
+    read_val_sets,
     see_as_teachers,
     settle_data,
 )
 from gkd.errors import ConfigError
+from gkd.evaluation.questions import Questions
 from gkd.types import Int32, Prompt
 
 FARTHEST = 4 * LENGTHS_COUNTED
@@ -70,11 +76,16 @@ class FilePreview:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A view of a run's data; ``longest``: tokens that a prompt may have. ``error``: why a run would refuse it."""
+    """A view of a run's data; ``longest``: tokens that a prompt may have, and with its response ``max_length``.
+
+    ``error``: why a run would refuse it.
+    """
 
     tokenizer: Any
     longest: int
+    max_length: int
     files: list[FilePreview]
+    val_sets: tuple[Questions, ...]
     has_teacher: bool
     error: ConfigError | None
 
@@ -109,7 +120,8 @@ def preview(config: Config, report: Callable[[str], None]) -> Preview:
         scorers["reference"] = find_reference(config, student)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
-    longest = max_length(config, models) - config.rollout.max_response_length
+    most = max_length(config, models)
+    longest = most - config.rollout.max_response_length
     names: dict[Use, list[str]] = {"train": train, "val": val}
     limits: dict[Use, int | None] = {"train": None, "val": config.data.val_limit}
     reads = {use: _read(config, names[use], tokenizer, longest, limits[use]) for use in names}
@@ -118,13 +130,18 @@ def preview(config: Config, report: Callable[[str], None]) -> Preview:
     files = [own for use, read in reads.items() for own in _split(use, names[use], read, sets[use].prompts)]
     for file in names["val"][len(reads["val"].first_ids) :]:
         report(f"data.val_limit={config.data.val_limit}: {file} is not used")
-    error = None
-    try:
+    error: ConfigError | None = None
+    val_sets: tuple[Questions, ...] = ()
+    try:  # what can be shown is shown, and what it ends with comes last
         short = {str(use): _keep_short(names[use], read, sets[use], longest) for use, read in reads.items()}
         settle_data(config, short, tokenizer, models["student"])
     except ConfigError as refused:
         error = refused
-    return Preview(tokenizer, longest, files, config.algorithm.needs_teacher, error)
+    try:
+        val_sets = read_val_sets(config, tokenizer, models["student"].n_tokens, most, lambda _: None)
+    except ConfigError as refused:
+        error = error or refused
+    return Preview(tokenizer, longest, most, files, val_sets, config.algorithm.needs_teacher, error)
 
 
 def _read(config: Config, files: Sequence[str], tokenizer: Any, longest: int, limit: int | None) -> _Read:
@@ -169,34 +186,60 @@ def _keep_short(files: Sequence[str], read: _Read, seen: PromptSet, longest: int
 def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
     """Print ``n_rows`` prompts of each file, and what there is of each."""
     special = {*sets.tokenizer.all_special_ids, *sets.tokenizer.added_tokens_decoder}
+    readable = partial(_make_readable, sets.tokenizer, special)
     for number, file in enumerate(sets.files):  # training files come first
         out.print(f"=== data.{file.use}_files: {file.file}", style="bold")
         for prompt in file.prompts[:n_rows]:
-            _show_prompt(prompt, prompt.id - file.first_id + 1, sets, special, out)
-        _show_lengths(file, sets.longest, out)
+            _show_prompt(prompt, prompt.id - file.first_id + 1, sets.longest, sets.has_teacher, readable, out)
+        _show_lengths([len(longer_view(prompt)) for prompt in file.prompts], file.too_long, sets.longest, out)
         _show_counts(file, sets.longest, config, out)
         if (weights := config.data.train_weights) is not None and file.use == "train":
             out.print(f"{weights[number] / sum(weights):.1%} of what is trained on (data.train_weights)")
         out.print()
+    for questions in sets.val_sets:
+        response = questions.settings.max_response_length or config.rollout.max_response_length
+        _show_set(questions, sets.max_length, sets.max_length - response, readable, out, n_rows)
 
 
-def _show_prompt(prompt: Prompt, row: int, sets: Preview, special: set[int], out: Console) -> None:
-    left_out = "" if len(prompt.token_ids) <= sets.longest else ", left out"
+def _show_set(
+    questions: Questions, max_length: int, longest: int, readable: Callable[[Int32], Text], out: Console, n_rows: int
+) -> None:
+    """Print ``n_rows`` questions of a set, which may have ``longest`` tokens each, and what there is of it."""
+    settings = questions.settings
+    out.print(f"=== {questions.section}: {', '.join(settings.files)}", style="bold")
+    prompts = [question.prompt for question in questions.questions]
+    for prompt in prompts[:n_rows]:
+        _show_prompt(prompt, prompt.id + 1, longest, False, readable, out)
+    _show_lengths([len(prompt.token_ids) for prompt in prompts], questions.n_too_long, longest, out)
+    used = "1 question is" if len(prompts) == 1 else f"{len(prompts):,} questions are"
+    how = "once" if settings.samples == 1 else f"{settings.samples} times each"
+    n_answers = sum(bool(prompt.answers) for prompt in prompts)
+    out.print(f"{used} asked {how}, at temperature {settings.temperature:g}, {n_answers:,} with an answer")
+    if n := questions.n_too_long:
+        room = f"answers have {max_length - longest:,} of {max_length:,} tokens"
+        out.print(f"{n:,} {'is' if n == 1 else 'are'} left out: longer than {longest:,} tokens ({room})")
+    out.print()
+
+
+def _show_prompt(
+    prompt: Prompt, row: int, longest: int, has_teacher: bool, readable: Callable[[Int32], Text], out: Console
+) -> None:
+    left_out = "" if len(prompt.token_ids) <= longest else ", left out"
     form = "text as it is" if prompt.messages is None else f"{len(prompt.messages)} messages"
     out.print(f"row {row}: {form}, {len(prompt.token_ids):,} tokens{left_out}", style="bold")
-    out.print(_make_readable(prompt.token_ids, sets.tokenizer, special))
-    if sets.has_teacher and prompt.teacher_ids is not None:
+    out.print(readable(prompt.token_ids))
+    if has_teacher and prompt.teacher_ids is not None:
         of = "the teacher" if prompt.teacher is None else f"the teacher {prompt.teacher}"
         out.print(f"as {of} sees it, {len(prompt.teacher_ids):,} tokens:", style="bold")
-        out.print(_make_readable(prompt.teacher_ids, sets.tokenizer, special))
-    elif sets.has_teacher:
+        out.print(readable(prompt.teacher_ids))
+    elif has_teacher:
         out.print("the teacher sees the same", style="bold")
     if prompt.answers:
         out.print("answer: " + " | ".join(map(repr, prompt.answers)), style="bold")
     out.print()
 
 
-def _make_readable(token_ids: Int32, tokenizer: Any, special: set[int]) -> Text:
+def _make_readable(tokenizer: Any, special: set[int], token_ids: Int32) -> Text:
     """Return the text of tokens, the special ones in another colour; of a long one beginning and end."""
     text = Text(tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
     words = {tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids.tolist()) & special}
@@ -208,16 +251,15 @@ def _make_readable(token_ids: Int32, tokenizer: Any, special: set[int]) -> Text:
     )
 
 
-def _show_lengths(file: FilePreview, longest: int, out: Console) -> None:
-    """Print a histogram of lengths in tokens, as the longer view has them, up to what a prompt may have."""
-    lengths = [len(longer_view(prompt)) for prompt in file.prompts]
+def _show_lengths(lengths: Sequence[int], too_long: int, longest: int, out: Console) -> None:
+    """Print a histogram of lengths in tokens up to ``longest``, and how many are longer; ``too_long`` more are."""
     short = [length for length in lengths if length <= longest]
     start, n_lengths = (min(short), max(short) - min(short) + 1) if short else (0, 0)
     width = max(1, -(-n_lengths // BINS))
     counts = [0] * -(-n_lengths // width)
     for length in short:
         counts[(length - start) // width] += 1
-    beyond = len(lengths) + file.too_long - len(short)
+    beyond = len(lengths) + too_long - len(short)
     table = Table(title="lengths", title_justify="left", show_header=False, box=None, pad_edge=False)
     lows = range(start, start + n_lengths, width)
     names = [f"{low:,}" if width == 1 else f"{low:,}-{min(low + width - 1, longest):,}" for low in lows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ class BestModel:
 
     def __init__(self, metric: str, output: Path) -> None:
         self.metric, self.file = metric, output / BEST
-        self.directory = (output / "best").resolve()  # written where a link leads
+        self.directory = Path(os.path.realpath(output / "best"))  # written where a link leads
         self.value: float | None = None
         self._failure: str | None = None
         best = read_best(output)
