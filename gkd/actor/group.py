@@ -115,7 +115,7 @@ class ActorGroup(ActorRanks):
         finally:
             self._chunks, self._accumulating, self._n_accumulated = [], [], 0
         lengths, in_loss = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
-        computed = sum(max(seconds or 0.0 for seconds in ranks) for ranks in chunks)
+        computed = sum(map(max, chunks))  # also of the log-probabilities before them
         totals = Totals.from_lengths(lengths, in_loss, self.config.algorithm.aggregation)
         began = time.monotonic()
         row: dict[str, float] = self._gather(

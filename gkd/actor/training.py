@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -82,12 +83,13 @@ class RankTrainer:
         return self.start_version if self.staging.applied is None else self.staging.applied.step
 
     @record_activity("log-probabilities")
-    def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> None:
+    def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> float:
         """Compute log-probabilities of these samples' tokens and keep them until :meth:`forget_logprobs`.
 
         ``old``: under the present weights, which the batch's updates start from. ``reference``: under the model without
-        its adapter.
+        its adapter. Returns the seconds that it took.
         """
+        started = time.monotonic()
         if old:
             self.old |= self._run_fitting(samples, lambda: self._logprobs(samples))
         if reference:
@@ -95,6 +97,7 @@ class RankTrainer:
 
             with disable_adapter(self.student.lm):
                 self.reference |= self._run_fitting(samples, lambda: self._logprobs(samples))
+        return time.monotonic() - started
 
     def set_token_budget(self, budget: int) -> None:
         """Give micro-batches at most so many tokens from now on, where several sequences would share one."""
@@ -228,10 +231,8 @@ class RankTrainer:
         Between two chunks of a step it leaves what was accumulated as it is.
         """
         with self._compute_without_gradient():
-            sums = self._run_fitting(
-                samples, lambda: self._accumulate(samples, weights, n_positions, algorithm, train=False)
-            )
-            return self._reduce(sums)
+            run = partial(self._accumulate, samples, weights, n_positions, algorithm, train=False)
+            return self._reduce(self._run_fitting(samples, run))
 
     @contextmanager
     def _compute_without_gradient(self) -> Iterator[None]:

@@ -46,7 +46,9 @@ def doubts(config: Config) -> Iterator[str]:
     yield from _idle_pools(config)
     yield from _idle_settings(config)
     yield from _line_ends(config)
-    yield from filter(None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness)))
+    yield from filter(
+        None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness, _truncation))
+    )
 
 
 def _idle_pools(config: Config) -> Iterator[str]:
@@ -131,6 +133,22 @@ def _mini_batch(config: Config) -> str | None:
     return (
         f"actor.mini_batch_size={size}: a batch has {samples} samples (trainer.batch_size={config.trainer.batch_size} "
         f"prompts, rollout.n={config.rollout.n}), which make one optimizer step"
+    )
+
+
+def _truncation(config: Config) -> str | None:
+    """Return a warning where the student is sampled from fewer tokens than the reference knows of; None otherwise.
+
+    The actor without its adapter, a reference as well, leaves out what the student does.
+    """
+    rollout = config.rollout
+    settings = {"top_p": rollout.top_p < 1.0, "top_k": rollout.top_k is not None, "min_p": rollout.min_p > 0.0}
+    setting = next((name for name, is_set in settings.items() if is_set), None)
+    if setting is None or not config.has_reference_group:
+        return None
+    return (
+        f"rollout.{setting}={getattr(rollout, setting)}: the reference gives probabilities among all tokens, so "
+        "actor/kl_reference and the divergence of rewards count what sampling leaves out, and are not 0 of equal models"
     )
 
 

@@ -176,6 +176,12 @@ class Config(Settings):
         return self.schedule.streaming
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that may end a response: those of ``rollout``, and those of single sets of questions."""
+        sets = (*self.data.val_sets.values(), *self.evaluate.sets.values())
+        return tuple(dict.fromkeys([*self.rollout.stop, *(text for own in sets for text in own.stop or ())]))
+
+    @property
     def evaluates(self) -> bool:
         """Whether models are to be measured, and none trained."""
         return bool(self.models or self.evaluate.endpoints)

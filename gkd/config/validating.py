@@ -75,7 +75,7 @@ class ValidationSettings(Settings):
         None,
         pattern=FIGURE,
         description="figure of validation, such as val/accuracy or val/NAME/accuracy of data.val_sets: the student "
-        "that is best by it is kept in best/ (TRL's metric_for_best_model)",
+        "that is best by it, of those that were trained, is kept in best/ (TRL's metric_for_best_model)",
     )
     stop_early: StopEarly = StopEarly()
 

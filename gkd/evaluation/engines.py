@@ -24,6 +24,7 @@ from gkd.evaluation.questions import Question
 from gkd.evaluation.reloading import FurtherWeights
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.inference.engine import EngineSpec
+from gkd.rewards.completion import up_to_stop
 from gkd.rollout.group import RolloutGroup
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, TrainingSample
 
@@ -96,7 +97,7 @@ class EngineReplies:
         self._wake.set()
         sample = await future
         text = self.model.tokenizer.decode(sample.sampled_ids.tolist(), skip_special_tokens=True)
-        return Reply(text, len(sample.sampled_ids), sample.finish_reason == "length")
+        return Reply(up_to_stop(text, sampling.stop), len(sample.sampled_ids), sample.finish_reason == "length")
 
     async def work(self) -> None:
         """Hand requests out and replies back. Raises RunFailed when none came for ``rollout.timeout_s``."""

@@ -49,7 +49,8 @@ class EngineSpec:
     of an engine over several nodes this is. ``max_num_batched_tokens`` bounds the tokens of one step, None for the
     engine's own rule. ``keeps_cache``: requests that weights are changed under go on with what older ones cached.
     ``lora``: pushes bring an adapter of this kind alone, None for whole weights. ``cache_bytes``: the size of the
-    cache on each GPU, where ``settings`` give none; None: what a share of the GPU leaves.
+    cache on each GPU, where ``settings`` give none; None: what a share of the GPU leaves. ``stops``: the texts that may
+    end a response, those that single sets of questions have included.
     """
 
     name: str
@@ -68,6 +69,7 @@ class EngineSpec:
     keeps_cache: bool = False
     lora: Lora | None = None
     cache_bytes: int | None = None
+    stops: tuple[str, ...] = ()
 
     @staticmethod
     def for_rollout(
@@ -88,6 +90,7 @@ class EngineSpec:
             weights=config.weights,
             keeps_cache=config.schedule.in_flight and not config.schedule.recompute_cache,
             lora=config.actor.lora if config.weights.adapter_only else None,
+            stops=config.stops,
         )
 
     @property

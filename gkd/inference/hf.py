@@ -87,6 +87,8 @@ class _Draw:
 class _Stops:
     """A stopping criterion: notes at which length a row's response has one of the texts, which may go over tokens.
 
+    A special token is as good a text as others: base models are prompted with templates that they end turns by.
+
     ``ends``: tokens of the response by row. Rows have ``n_prompt`` tokens before it.
     """
 
@@ -100,7 +102,7 @@ class _Stops:
         new = input_ids[:, self.n_prompt :].tolist()
         for row, tokens in enumerate(new):
             if row not in self.ends:
-                written = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                written = self.tokenizer.decode(tokens, skip_special_tokens=False)
                 if any(text in written for text in self.texts):
                     self.ends[row] = len(tokens)
         done = [row in self.ends for row in range(len(new))]
@@ -125,7 +127,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         self.model.generation_config = GenerationConfig()
         self.info, self.device, self.max_batch = spec.model, spec.device, spec.settings.slots
         self.eos_ids = spec.model.eos_ids
-        self.tokenizer = load_tokenizer(spec.model_path) if spec.settings.stop else None
+        self.tokenizer = load_tokenizer(spec.model_path) if spec.stops else None
         self.waiting: list[tuple[int, SampleRequest]] = []
         self._is_plain = is_decoded_plainly(self.model)
         self._as_in_files = False

@@ -100,6 +100,7 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # they end responses as other texts do
             skip_clone=True,  # they are this request's alone
             output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
         )
@@ -235,7 +236,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         logprobs_mode="processed_logprobs",
         prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
         seeded=True,
-        with_tokenizer=bool(spec.settings.stop),  # which finds the texts that end a response
+        with_tokenizer=bool(spec.stops),  # which finds the texts that end a response
     )
     weights = spec.weights
     if spec.device == "cuda" and not (weights and passes_worker(weights.transfer_class, weights.adapter_only)):

@@ -49,11 +49,20 @@ May raise: the samples then count as failed, as one does whose reward is None.
 """
 
 
+def up_to_stop(reply: str, stops: Sequence[str]) -> str:
+    """Return one reply of a model up to the first of the texts that end replies, with it.
+
+    The token by which that text was complete may hold more, and a scorer that replies knows no such texts.
+    """
+    ends = [place + len(stop) for stop in stops if (place := reply.find(stop)) >= 0]
+    return reply[: min(ends, default=None)]
+
+
 def without_stop(text: str, stops: Sequence[str]) -> str:
     """Return a response without the text that ended it, which is no part of it unless it closes a tag or a code block.
 
-    Engines leave that text at the end, where a last line or number would be read, and endpoints do not. It stays
-    elsewhere: a strategy may put replies together, of which each has it.
+    Engines leave that text at the end (see :func:`up_to_stop`), where a last line or number would be read, and
+    endpoints do not. It stays elsewhere: a strategy may put replies together, of which each has it.
     """
     for stop in stops:
         kept, _, rest = text.rpartition(stop)

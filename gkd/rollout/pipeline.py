@@ -17,7 +17,7 @@ from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
 from gkd.errors import describe_error, one_line
 from gkd.inference.requests import RateRequest, ScoreRequest
 from gkd.inference.vllm_environment import find_session_directory
-from gkd.rewards.completion import Completion, without_stop
+from gkd.rewards.completion import Completion, up_to_stop, without_stop
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed, require_finite
 from gkd.rollout.output_queue import SampleAndArrays
@@ -147,7 +147,7 @@ class ScoringPipeline:
     def _score_by_rewards(self, pending: _Pending) -> None:
         assert self._rewards is not None, "rewards are wanted only where the configuration has them"
         sample = pending.sample
-        prompt, ids = sample.request.prompt, sample.sampled_ids
+        prompt, ids, stops = sample.request.prompt, sample.sampled_ids, sample.request.sampling.stop
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
             after_prompt = sample.token_ids[len(prompt.token_ids) :]
@@ -156,7 +156,7 @@ class ScoringPipeline:
                 pending.rewards[name] = self._rate(rate, _order(sample))
         pending.completion = Completion(
             prompt=prompt.text,
-            response=without_stop(response, sample.request.sampling.stop),
+            response=without_stop(up_to_stop(response, stops), stops),
             answer=prompt.answer,
             other_answers=prompt.other_answers,
             columns=prompt.columns,

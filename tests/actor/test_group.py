@@ -97,6 +97,24 @@ def test_log_probabilities_are_computed_beforehand_where_ratios_are_taken(
     assert ranks.did == ["compute_logprobs"] * computed + ["update"] * 2
 
 
+def test_the_time_of_an_update_is_that_of_the_slowest_rank_with_the_references_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With LoRA the actor without its adapter is the reference."""
+    results: dict[str, list[Any]] = {"compute_logprobs": [2.0, 3.0], "accumulate_chunks": [5.0, 1.0], "apply": [{}, {}]}
+    ranks: Any = Ranks()
+    ranks.submit = lambda method, *_, **__: ranks.submit_each(method, ())
+    config = load(
+        {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "actor": {"lora": {"r": 2}}, "rollout": {"n": 2}}
+    )
+    actor = ActorGroup(ranks, config, "", lambda: ranks)
+    monkeypatch.setattr(gkd.actor.group, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(gkd.actor.group, "gather", lambda calls, _: [results[call.activity] for call in calls])
+    monkeypatch.setattr(gkd.actor.group, "read_outcome", lambda call: None)
+    actor.accumulate([[training_sample(0)], [training_sample(1)]])
+    assert actor.apply(1)["timing_s/update"] == 3.0 + 3.0 + 5.0  # for both chunks, then both chunks
+
+
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(1, 4))
 @example([31, 30, 30, 30], 2)  # within the bound of the mean and the longest, to the token
 @example([61], 2)  # alone with its rank, whatever its length

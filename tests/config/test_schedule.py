@@ -51,6 +51,19 @@ def test_a_mini_batch_larger_than_a_batch_is_named() -> None:
     assert warning.startswith("actor.mini_batch_size=33: ") and "32" in warning and warnings(32) == []
 
 
+def test_a_reference_that_knows_of_more_tokens_than_are_sampled_from_is_named() -> None:
+    """The actor without its adapter leaves out what the student does."""
+    settings = {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "reward": {"functions": ["length"]},
+                "model": {"path": "x"}, "data": {"train_files": ["x"], "val_files": ["x"]}}  # fmt: skip
+    for truncation in ({"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}):
+        config = load({**settings, "rollout": {"n": 2, **truncation}})
+        ((name, value),) = truncation.items()
+        (warning,) = doubts(config)
+        assert warning.startswith(f"rollout.{name}={value}: ") and "actor/kl_reference" in warning
+        assert not list(doubts(load({**settings, "rollout": {"n": 2}})))
+        assert not list(doubts(load({**settings, "rollout": {"n": 2, **truncation}, "actor": {"lora": {"r": 4}}})))
+
+
 def test_gpus_of_a_group_that_the_run_does_not_have_are_named() -> None:
     (warning,) = doubts(compose(["+recipe=grpo", "placement=8gpu"]))
     assert warning.startswith("teacher.n_gpus_per_node=4: ") and "4 GPUs" in warning

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config import Config
+from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
@@ -45,7 +45,7 @@ class Letters:
     """A tokenizer: token 0 is a, 1 is b and so on."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
+        assert not skip_special_tokens  # which end a response as other texts do
         return "".join(chr(ord("a") + token) for token in ids)
 
 
@@ -55,6 +55,12 @@ def test_a_response_ends_with_the_token_that_completes_a_text_to_stop_at() -> No
     done = [stops(ids[:, :length], None).tolist() for length in range(2, 7)]
     assert done == [[False] * 3] * 3 + [[True, False, False], [True, True, False]]
     assert stops.ends == {0: 3, 1: 4}
+
+
+def test_texts_that_end_answers_of_one_set_are_known_to_the_engine() -> None:
+    sets = {"data": {"val_sets": {"hard": {"files": ["x"], "stop": ["b", "a"]}}}}
+    config = load({"rollout": {"engine": "hf", "stop": ["a"]}, **sets})
+    assert EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, 0, "cpu").stops == ("a", "b")
 
 
 def test_logits_that_are_not_finite_end_the_run() -> None:

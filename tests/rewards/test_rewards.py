@@ -11,7 +11,7 @@ import pytest
 from gkd.config import Reward, load
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
-from gkd.rewards.completion import Completion, without_stop
+from gkd.rewards.completion import Completion, up_to_stop, without_stop
 
 MODULE = "tests.rewards.functions"
 
@@ -144,6 +144,21 @@ def test_the_text_that_ends_an_answer_is_no_part_of_it_unless_it_closes_somethin
     text: str, stops: tuple[str, ...], answer: str
 ) -> None:
     assert without_stop(text, stops) == answer
+
+
+@pytest.mark.parametrize(
+    ("reply", "stops", "kept"),
+    [
+        ('Paris."', (".",), "Paris."),
+        ("Paris\nQuestion", ("Answer", "\nQ"), "Paris\nQ"),
+        ("a</answer>\n", ("\n", "</answer>"), "a</answer>"),
+        ("Paris", ("Question:",), "Paris"),
+        ("Paris", (), "Paris"),
+    ],
+)
+def test_a_reply_ends_with_the_text_that_ends_it(reply: str, stops: tuple[str, ...], kept: str) -> None:
+    """Whose token may have more, such as what closes a quotation."""
+    assert up_to_stop(reply, stops) == kept
 
 
 def test_a_users_function() -> None:

@@ -91,6 +91,8 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     files = {"train": train, "val": val}
     prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
     val_sets = read_val_sets(config, tokenizer, models["student"].n_tokens, longest, report)
+    # A set may go through the chat template where the prompts of training do not: its answers end as turns do.
+    own = with_turn_end(own, turn_end([q.prompt for s in val_sets for q in s.questions], tokenizer))
     return Inputs(
         student,
         scorers,

@@ -20,7 +20,9 @@ log = logging.getLogger("gkd")
 
 
 class BestModel:
-    """Writes the student to ``output/best`` whenever ``metric`` is better than at every validation before.
+    """Writes the student to ``output/best`` whenever ``metric`` is better than at every validation of training before.
+
+    The one before the first step is not among them: that student is in ``model.path``.
 
     ``best.json`` has the step at which that was, so that a run that goes on compares with it. Without it the next
     validation writes both, whatever its figure.

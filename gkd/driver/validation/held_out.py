@@ -16,7 +16,7 @@ from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
 from gkd.evaluation.scores import accuracy
 from gkd.inference.requests import GenerateRequest
-from gkd.rewards.completion import without_stop
+from gkd.rewards.completion import up_to_stop, without_stop
 from gkd.rollout.dataset_answers import DatasetAnswers
 from gkd.rollout.engine_group import POLL_EVERY_S
 from gkd.rollout.group import RolloutGroup
@@ -143,6 +143,7 @@ class Validation:
         return {"val/accuracy": sum(right) / len(right)}
 
     def _rate(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
-        texts = [self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for _, ids in answers]
         stops = self.config.rollout.stop
-        return [accuracy(without_stop(text, stops), prompt) for text, (prompt, _) in zip(texts, answers, strict=True)]
+        replies = [self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for _, ids in answers]
+        texts = [without_stop(up_to_stop(reply, stops), stops) for reply in replies]
+        return [accuracy(text, prompt) for text, (prompt, _) in zip(texts, answers, strict=True)]

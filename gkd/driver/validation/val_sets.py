@@ -12,7 +12,7 @@ from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
 from gkd.evaluation.scores import SampledAnswer, means, scores_of_question
-from gkd.rewards.completion import without_stop
+from gkd.rewards.completion import up_to_stop, without_stop
 from gkd.rollout.group import RolloutGroup
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
 
@@ -92,8 +92,10 @@ class ValSets:
 
     def _answer_of(self, scored: ScoredSample, stops: Sequence[str]) -> RecordedAnswer:
         ids = scored.sample.sampled_ids.tolist()
-        text = without_stop(self.tokenizer.decode(ids, skip_special_tokens=True), stops)
-        return RecordedAnswer(text, float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0)
+        reply = up_to_stop(self.tokenizer.decode(ids, skip_special_tokens=True), stops)
+        return RecordedAnswer(
+            without_stop(reply, stops), float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0
+        )
 
 
 def _jobs(questions: Questions) -> list[tuple[Question, int]]:

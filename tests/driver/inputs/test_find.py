@@ -15,6 +15,7 @@ from gkd.config.rewards import Reward
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from tests.data.models import TEMPLATE, save_model, word_tokenizer
+from tests.data.test_answers import EOS, IM_END, chat_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,15 @@ def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(m
     one, moved, other = fingerprints("x.jsonl", "b"), fingerprints("y.jsonl", "b"), fingerprints("y.jsonl", "c")
     assert one.keys() == {"train", "val", "val_sets.hard"}
     assert one == moved and one["val_sets.hard"] != other["val_sets.hard"]
+
+
+@pytest.mark.parametrize("templated", [False, True])
+def test_answers_of_a_set_end_as_the_chat_template_ends_turns(templated: bool, models: Path) -> None:
+    """Though nothing else goes through it; a base model's own end token is another."""
+    save_model(models / "turns", len(tokenizer := chat_tokenizer()), tokenizer)
+    sets = {"hard": {"files": [str(models / "text.jsonl")], "answer_key": "answer", "apply_chat_template": templated}}
+    inputs = find_inputs(own(models, "turns", val_sets=sets, apply_chat_template=False), lambda line: None)
+    assert EOS in inputs.model.eos_ids and (IM_END in inputs.model.eos_ids) == templated
 
 
 @pytest.mark.parametrize(("asks", "message"), [("a", None), ("a d", r"row 1 of data\.train_files .*'d' \(8\)")])

@@ -19,7 +19,7 @@ from gkd.evaluation.comparison import read_all
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
 from gkd.types import Prompt, Sample, SampleRequest, ScoredSample, Scoring, TrainingSample
-from tests.data.models import word_tokenizer
+from tests.data.models import WORDS, word_tokenizer
 from tests.samples import training_sample
 
 TOKENIZER = word_tokenizer()
@@ -173,6 +173,19 @@ def test_replicas_are_watched_while_the_teacher_answers(monkeypatch: pytest.Monk
     validation = Validation(config, inputs, engines, None, {"teacher": teacher})  # type: ignore[arg-type, dict-item]
     assert validation.teacher() == {"val/accuracy": 1.0}
     assert set(attended) == {0.0}  # without waiting: answers are what is waited for
+
+
+def test_the_teachers_answer_ends_at_the_texts_that_end_the_students() -> None:
+    """It is asked without them, and goes on to the next question."""
+    answer: Future[Any] = Future()
+    answer.set_result(np.array([WORDS.index(word) for word in "abc"], np.int32))
+    config = load({"data": {"val_limit": 1}, "rollout": {"stop": ["b"]}})
+    engines = SimpleNamespace(attend=lambda wait_s: None, colocation=SimpleNamespace(wake_engines=lambda: None))
+    model = SimpleNamespace(vocabulary=9)
+    inputs = SimpleNamespace(val=SimpleNamespace(prompts=prompts("a")), tokenizer=TOKENIZER, model=model)
+    teacher = SimpleNamespace(submit=lambda request: answer)
+    validation = Validation(config, inputs, engines, None, {"teacher": teacher})  # type: ignore[arg-type, dict-item]
+    assert validation.teacher() == {"val/accuracy": 1.0}
 
 
 def test_answers_end_at_the_texts_that_end_responses_in_training() -> None:

@@ -101,6 +101,12 @@ def test_the_text_that_ends_answers_is_no_part_of_them(tmp_path: Path) -> None:
     metrics = sets.run(sets.due_sets(0))
     assert metrics["val/usual/accuracy"] == 0.0  # "b c"
     assert metrics["val/ended/accuracy"] == pytest.approx(1 / 3)  # "b"
+    sets, _ = make(tmp_path, ended={"max_response_length": 4, "stop": ["c"]})
+    sets.rollout.fetch = lambda requests: [  # type: ignore[method-assign]
+        ScoredSample(Sample.single_turn(r, np.array([WORDS.index(w) for w in "bcd"]), np.zeros(3), 0, "stop"))
+        for r in requests
+    ]
+    assert sets.run(sets.due_sets(0))["val/ended/accuracy"] == pytest.approx(1 / 3)  # a token had more than that text
 
 
 def test_one_greedy_answer_is_the_default(tmp_path: Path) -> None:

@@ -133,15 +133,16 @@ def test_a_reward_sees_a_response_without_the_text_that_ended_it(tmp_path: Path)
     delivered: queue.Queue[Any] = queue.Queue()
     pipeline = ScoringPipeline(config, str(tmp_path), 0, delivered.put)
     try:
-        ids = np.array([WORDS.index(word) for word in "bc"], np.int32)
-        for key, stop in enumerate(((), ("c",))):
+        cases = (("bc", ()), ("bc", ("c",)), ("bcd", ("c",)))  # the last as where the token of "c" has more
+        for key, (words, stop) in enumerate(cases):
+            ids = np.array([WORDS.index(word) for word in words], np.int32)
             prompt = Prompt(key, np.array([1], np.int32), "", answer="b")
             request = SampleRequest(prompt, 0, 0, Sampling(16, stop=stop), Scoring(rewards=True), key=key)
-            pipeline.submit(Sample.single_turn(request, ids, np.zeros(2, np.float32), 0, "stop"))
-        rewards = {one.key: one.rewards["accuracy"] for _ in range(2) for one, _ in delivered.get(timeout=60)}
+            pipeline.submit(Sample.single_turn(request, ids, np.zeros(len(ids), np.float32), 0, "stop"))
+        rewards = {one.key: one.rewards["accuracy"] for _ in cases for one, _ in delivered.get(timeout=60)}
     finally:
         pipeline.close()
-    assert rewards == {0: 0.0, 1: 1.0}
+    assert rewards == {0: 0.0, 1: 1.0, 2: 1.0}
 
 
 def test_samples_that_are_rated_together_come_out_together(tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def test_an_engine_holds_what_was_planned(pair) -> None:
 
 LETTERS = ["?", "!", "a", "b", "c", *(chr(0x4E00 + i) for i in range(5, SHAPE["vocab_size"]))]
 STOPS = ("ab", *LETTERS[4:14])
+SPECIAL = STOPS[1:6]
 
 
 def letters_tokenizer() -> Any:
@@ -199,7 +200,8 @@ def letters_tokenizer() -> Any:
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="!")
+    special = {"unk_token": "?", "eos_token": "!", "additional_special_tokens": list(SPECIAL)}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 SHAPED = [{"top_k": 5}, {"min_p": 0.2}, {"presence_penalty": 1.5}, {"top_p": 0.7, "top_k": 20, "min_p": 0.02}]
@@ -243,14 +245,14 @@ def test_after_a_push_the_engine_is_the_pushed_model(pair, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
-    """Tokens are single letters, so a text of two goes over two of them."""
+    """Tokens are single letters, so a text of two goes over two of them; some are special. They are those of a set."""
     os.environ.update(environment("cpu", []))
     from gkd.inference.hf import HFSampler
     from gkd.inference.vllm_sampler import VLLMSampler
 
     make(tied=False, seed=0).save_pretrained(tmp_path)
     letters_tokenizer().save_pretrained(tmp_path)
-    spec = dataclasses.replace(small_spec(str(tmp_path)), settings=Rollout(stop=list(STOPS)))
+    spec = dataclasses.replace(small_spec(str(tmp_path)), stops=STOPS)
     engine: Any = {"vllm": VLLMSampler, "hf": HFSampler}[name](spec)
     try:
         samples = run(engine, requests(Sampling(40, 2.0, stop=STOPS), n=24))
@@ -264,6 +266,7 @@ def test_texts_end_a_response_which_has_them(name: str, tmp_path: Any) -> None:
         assert (sample.finish_reason == "stop") == (at is not None or sample.sampled_ids[-1] == EOS)
         stopped += at is not None
     assert stopped >= 3
+    assert any(LETTERS[sample.sampled_ids[-1]] in SPECIAL for sample in samples)
 
 
 @pytest.mark.parametrize(("above", "length", "place"), [(20, 69, "session"), (20, 70, "above"), (70, 90, "elsewhere")])
