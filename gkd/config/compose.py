@@ -27,7 +27,7 @@ from gkd.config.data import TASKS
 from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, names_file, open_sections, plain_name, read_yaml
 from gkd.config.open import OpenSections
 from gkd.config.overrides import keep_name
-from gkd.config.registry import make_absolute, shorten_name
+from gkd.config.registry import forget_edited, make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
 BASE: Mapping[str, Any] = {
@@ -51,6 +51,7 @@ def compose(overrides: Sequence[str]) -> Config:
     below the file's values, too. Where no model is named, the task's settings (conf/task) come in between the recipe's
     and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
+    forget_edited()
     files = [override for override in overrides if names_file(override)]
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")

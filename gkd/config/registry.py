@@ -30,6 +30,8 @@ _FOLDERS: list[Path] = []
 """Those of users' files, in the order in which Python looks there for what these import."""
 _LOADED: dict[tuple[str, str | None, str], Any] = {}
 """What users' names stand for, by setting, base and name: a plan and a loss load them at every turn."""
+_DIGESTS: dict[Path, str] = {}
+"""Of users' source files, as they were when they were loaded into this process."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,30 @@ EntryName = Annotated[str, AfterValidator(make_absolute)]
 EntryNames = Annotated[list[str], AfterValidator(lambda names: [make_absolute(name) for name in names])]
 
 
+def forget_edited() -> None:
+    """Have files of the user's that have changed since they were loaded here be loaded anew, with what is beside them.
+
+    For a process that does one thing after another, as a notebook does; a run under way keeps the code it began with.
+    Modules that are named as ``package.module:name`` stay, as Python has it.
+    """
+    for file, digest in list(_DIGESTS.items()):
+        name = _module_name(file)
+        if name not in sys.modules or _digest(file) == digest:
+            continue
+        del sys.modules[name], _DIGESTS[file]
+        for neighbour, path in _neighbours(file):
+            _DIGESTS.pop(path, None)
+            if getattr(sys.modules.get(neighbour), "__file__", None) == str(path):
+                del sys.modules[neighbour]
+        for place in [place for place in _LOADED if place[2].rpartition(":")[0] == str(file)]:
+            del _LOADED[place]
+
+
+def source_digest(file: Path) -> str:
+    """Return SHA-256 (hex) of a source file and of what it imports from beside it, as they were when loaded here."""
+    return _DIGESTS.setdefault(file, _digest(file))
+
+
 def shorten_name(name: str) -> str:
     """Return the last part of a name, which is what figures and sections of settings are called by."""
     return name.rpartition(":")[2]
@@ -194,7 +220,7 @@ def _local_copy(file: Path) -> Path:
 
 def _module(file: Path) -> ModuleType:
     """Return the module in ``file``, under a name that no other has; it may import what lies beside it."""
-    name = f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     if file.parent not in _FOLDERS:
@@ -205,12 +231,46 @@ def _module(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # for names that end in .py there are both
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _DIGESTS[file] = _digest(file)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name], _DIGESTS[file]
         raise
     return module
+
+
+def _module_name(file: Path) -> str:
+    return f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+
+
+def _digest(file: Path) -> str:
+    contents = [path.read_bytes() for path in (file, *(path for _, path in _neighbours(file))) if path.is_file()]
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def _neighbours(file: Path) -> list[tuple[str, Path]]:
+    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order."""
+    found: dict[str, Path] = {}
+    files = [file]
+    while files:
+        for name in _imported_names(files.pop()):
+            path = _find_neighbour(file.parent, name)
+            if path is not None and path != file and name not in found:
+                found[name] = path
+                files.append(path)
+    return sorted(found.items())
+
+
+def _imported_names(file: Path) -> list[str]:
+    """Return the modules that a file imports, without what is within them; none of a file that cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, SyntaxError, ValueError):  # importing it says why
+        return []
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return sorted({module.partition(".")[0] for module in modules})
 
 
 def _require_own_neighbours(file: Path) -> None:
@@ -218,10 +278,7 @@ def _require_own_neighbours(file: Path) -> None:
 
     Python has one module of a name, from the first folder that has one.
     """
-    nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    for name in sorted({module.partition(".")[0] for module in modules}):
+    for name in _imported_names(file):
         own = _find_neighbour(file.parent, name)
         for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
             other = _find_neighbour(folder, name)

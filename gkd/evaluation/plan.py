@@ -14,7 +14,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.eval_set import EvalSet
 from gkd.config.evaluation import DEFAULT_STRATEGY, STRATEGIES
-from gkd.config.registry import file_of, shorten_name
+from gkd.config.registry import file_of, shorten_name, source_digest
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer
@@ -106,8 +106,8 @@ def _name_of(strategy: str) -> str:
         source = inspect.getsourcefile(own)
     else:  # an object, such as a partial function: what it is made with is where it is named
         source = str(file_of(strategy) or sys.modules[strategy.rpartition(":")[0]].__file__)
-    content = Path(source).read_bytes() if source is not None else b""
-    return f"{shorten_name(strategy)}@{hashlib.sha256(content).hexdigest()[:8]}"
+    digest = hashlib.sha256(b"").hexdigest() if source is None else source_digest(Path(source))
+    return f"{shorten_name(strategy)}@{digest[:8]}"
 
 
 def strategy_of(config: Config, name: str) -> Any:

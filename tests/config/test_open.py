@@ -16,7 +16,7 @@ from gkd.config.base import Settings
 from gkd.config.compose import compose
 from gkd.config.learning import ADVANTAGES
 from gkd.config.open import OWN, OpenSettings
-from gkd.config.registry import Registry, make_absolute
+from gkd.config.registry import Registry, forget_edited, make_absolute, source_digest
 from gkd.errors import ConfigError
 
 
@@ -342,6 +342,28 @@ def test_two_files_do_not_get_each_others_neighbours(tmp_path: Path, monkeypatch
         assert registry.load(f"{tmp_path}/{folder}/mine.py:value")() == 1
     with pytest.raises(ConfigError, match=r"ImportError: .*one/neighbour_of_own\.py.*two/neighbour_of_own\.py"):
         registry.load(f"{tmp_path}/two/mine.py:value")
+
+
+def test_what_was_edited_is_loaded_anew_with_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, where one process runs one thing after another; but not within a run."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    registry, file, beside = Registry("section.name", {}), tmp_path / "edited.py", tmp_path / "beside_edited.py"
+    other = tmp_path / "other_edited.py"
+    other.write_text("class Other: ...\n")
+    kept = registry.load(f"{other}:Other")
+    values, digests = [], []
+    for factor, value in ((1, 2), (3, 2), (3, 4)):
+        beside.write_text(f"VALUE = {value}\n")
+        file.write_text(f"from beside_edited import VALUE\nclass Mine:\n    value = {factor} * VALUE\n")
+        before = registry.load(f"{file}:Mine").value
+        assert not values or before == values[-1]
+        forget_edited()
+        values.append(registry.load(f"{file}:Mine").value)
+        digests.append(source_digest(file))
+    assert values == [2, 6, 12] and len(set(digests)) == 3
+    assert registry.load(f"{other}:Other") is kept
 
 
 def test_methods_may_take_what_they_are_called_with_in_any_way(tmp_path: Path) -> None:

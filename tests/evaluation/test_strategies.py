@@ -12,6 +12,7 @@ import pytest
 
 from gkd.config import load
 from gkd.config.evaluation import _is_strategy
+from gkd.config.registry import forget_edited
 from gkd.evaluation.answering import answer_all
 from gkd.evaluation.plan import measurements
 from gkd.evaluation.questions import Question
@@ -82,6 +83,8 @@ def test_a_strategy_of_ones_own_is_known_by_the_file_that_names_it(name: str, tm
     (before,) = measurements(config, False, print)
     assert before.identity.startswith(f"{name}@")
     file.write_text(file.read_text().replace("k=2", "k=3"))
+    assert measurements(config, False, print)[0].identity == before.identity  # of the code that is loaded
+    forget_edited()  # as of the next evaluation in this process
     (after,) = measurements(config, False, print)
     assert after.identity != before.identity
 
