@@ -45,10 +45,15 @@ def train(settings: Overrides, on_step: OnStep | None = None) -> TrainedRun:
     what it raises ends the run, which saves a checkpoint first. A run whose workers are lost is not begun again by
     itself: ``trainer.resume`` goes on with it.
     """
+    from inspect import iscoroutinefunction
+
     from gkd.cli.train import configure, run
     from gkd.config.overrides import overrides_of
+    from gkd.errors import ConfigError
     from gkd.observability.report import read
 
+    if iscoroutinefunction(on_step):
+        raise ConfigError("on_step is async, and nothing awaits it")
     output = run(configure(overrides_of(settings)), on_step=on_step)
     return TrainedRun(output, read(output))
 

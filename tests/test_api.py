@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import gkd
-from gkd import evaluate, plan
+from gkd import evaluate, plan, train
 from gkd.config.compose import compose
-from gkd.config.overrides import overrides_of
+from gkd.config.overrides import overrides_of, shell_override
 from gkd.errors import ConfigError
 from tests.docs.pages import ROOT, python_files
 
@@ -64,6 +66,23 @@ def test_values_of_all_kinds() -> None:
     assert config.trainer.output_dir == "/a b/c" and config.watch.distill_kl == [0, 2.5]
     assert config.data.train_files == ["a,b.jsonl", "it's.jsonl"]
     assert config.data.chat_template_kwargs == {"x": True}
+    numbers = {"actor.lr": np.logspace(-6, -5, 2)[0], "rollout.n": np.int64(3), "rollout.top_p": np.float32(0.5)}
+    config = compose(overrides_of({"recipe": "grpo", **numbers}))
+    assert (config.actor.lr, config.rollout.n, config.rollout.top_p) == (pytest.approx(1e-6), 3, 0.5)
+
+
+@pytest.mark.parametrize("path", ["runs/a-1/model", "runs/actor.lr=1e-5,data.system_prompt=it's/model", "a b/$x"])
+def test_a_path_that_is_shown_can_be_pasted_into_a_shell(path: str) -> None:
+    (override,) = shlex.split(shell_override("trainer.output_dir", path))
+    assert compose(["+recipe=grpo", override]).trainer.output_dir == path
+    assert (override == f"trainer.output_dir={path}") == (path == "runs/a-1/model")
+
+
+def test_an_async_callback_is_refused() -> None:
+    async def on_step(step: int, metrics: dict[str, float]) -> None: ...
+
+    with pytest.raises(ConfigError, match="on_step is async"):
+        train({"recipe": "grpo"}, on_step=on_step)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def _compose_group(group: str, choice: str) -> DictConfig:
 
 def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a configuration file; returns the choices of groups that it names, and its values."""
-    values, choices = read_yaml(file), groups()
+    values, choices = _nest(file, read_yaml(file)), groups()
     chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
         if key not in Config.model_fields:
@@ -128,6 +128,22 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
             raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
     named = {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}
     return named, _with_text_names(escape(values))
+
+
+def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in which settings with dots in their names stand in their sections, and empty sections do not."""
+    sections = {name.partition(".")[0] for name in settings() if "." in name}
+    tree = {name: value for name, value in values.items() if value is not None or name not in sections}
+    for name in [name for name in tree if "." in name and plain_name(name) in settings()]:
+        *above, last = name.split(".")
+        section, value = tree, tree.pop(name)
+        for part in above:
+            section[part] = dict(section.get(part) or {})
+            section = section[part]
+        if last in section:
+            raise ConfigError(f"{file}: {name} stands there twice")
+        section[last] = value
+    return tree
 
 
 def _with_text_names(value: Any) -> Any:

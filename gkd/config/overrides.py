@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
         f"{'+' if name in ('recipe', 'sets', 'task') else ''}{name}={_text(name, value)}"
         for name, value in flatten(settings).items()
     ]
+
+
+def shell_override(name: str, value: str | Path) -> str:
+    """Return a setting as one types it in a shell, with the quotes that its text needs there and in Hydra's grammar."""
+    text = str(value)
+    return f"{name}={text}" if re.fullmatch(r"[\w./-]+", text) else shlex.quote(literal_override(name, text))
 
 
 def literal_override(name: str, value: Any) -> str:
@@ -75,8 +83,8 @@ def _text(name: str, value: Any) -> str:
             return "null"
         case bool():
             return str(value).lower()
-        case int() | float():
-            return repr(value)
+        case Integral() | Real():  # numpy's scalars are of these, too
+            return repr(int(value) if isinstance(value, Integral) else float(value))
         case str() | Path():
             return quote(str(value))
         case list() | tuple():

@@ -20,6 +20,7 @@ from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.loading import dump_yaml
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
+from gkd.config.overrides import shell_override
 from gkd.config.validating import require_figures
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
@@ -345,7 +346,7 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
 def _make_next_command(config: Config, output: Path) -> str:
     """Return what a user would try after this run: own data after the built-in task, the trained student after that."""
     if not config.uses_task:
-        return f"go on from here: the same command with model.path={output / 'model'}"
+        return f"go on from here: the same command with {shell_override('model.path', output / 'model')}"
     teacher = "teacher.model.path=DIR " if config.algorithm.needs_teacher else ""
     return (
         f"your own models and data: python -m gkd.main +recipe={config.recipe} model.path=DIR {teacher}"

@@ -252,7 +252,7 @@ def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) 
         ("recipe: [grpo]", r"mine.yaml: recipe=\['grpo'\]: "),
         ("recipe: {a: 1}", r"mine.yaml: recipe=\{'a': 1\}: "),
         ("defaults: [a]", r"setting defaults"),
-        ("model: null", r"model"),
+        ("actor.lr: 1.0\nactor: {lr: 2.0}", r"mine.yaml: actor\.lr .*twice"),
         ("trainer: 5", r"mine.yaml .*: trainer "),
         ("1: 2", r"unknown setting 1"),
         ("null: 2", r"mine.yaml .*\bread"),
@@ -267,6 +267,18 @@ def test_an_odd_file_is_one_line(text: str, message: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=message) as caught:
         compose([str(tmp_path / "mine.yaml")])
     assert "\n" not in str(caught.value)
+
+
+def test_settings_of_a_file_may_have_dots_in_their_names_and_sections_may_be_empty(tmp_path: Path) -> None:
+    """As ``gkd settings`` prints them, and as what is left of a section whose lines are all comments."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "recipe: grpo\nactor.lr: 0.5\nactor:\n  # grad_clip: 1\nrollout: {n: 4}\nrollout.temperature: 0.7\n"
+        "data.val_sets.hard.files: [x.jsonl]\n"
+    )
+    config = compose([str(file)])
+    given = ["+recipe=grpo", "actor.lr=0.5", "rollout.n=4", "rollout.temperature=0.7"]
+    assert config == compose([*given, "data.val_sets.hard.files=[x.jsonl]"])
 
 
 def test_a_range_alone_says_how_many() -> None:

@@ -113,14 +113,17 @@ def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
     assert [own["accuracy"] for own in val.questions.values()] == [1.0, 0.0, 0.0]
 
 
-def test_questions_are_the_same_by_any_students_template() -> None:
-    """So that runs of students with other chat templates are compared."""
-    messages = ({"role": "user", "content": "1 + 1"},)
+def test_questions_are_the_same_by_any_students_template_and_system_message() -> None:
+    """So that runs with other ones are compared."""
+    turns = {"role": "user", "content": "1 + 1"}, {"role": "system", "content": "Be brief."}
     keys = [
         list(key_by_question([Prompt(0, np.array([5], np.int32), text, "2", messages=messages)], {0: {}}))
         for text in ("<user>1 + 1</user>", "[INST] 1 + 1 [/INST]")
+        for messages in (turns[:1], turns[::-1])
     ]
-    assert keys[0] == keys[1]
+    assert len(keys) == 4 and all(key == keys[0] for key in keys)
+    (other,) = key_by_question([Prompt(0, np.array([5], np.int32), "", "2", messages=(turns[1],))], {0: {}})
+    assert other not in keys[0]
 
 
 def test_what_failed_is_counted_and_left_out_of_the_means() -> None:
