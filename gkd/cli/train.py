@@ -121,7 +121,8 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             from gkd.driver.run import drive
 
             private = session.directory is not None
-            drive(config, inputs, session, output, out, started, saved, restart.forget_failure_on_step(on_step))
+            whole = _with_absolute_paths(config)
+            drive(whole, inputs, session, output, out, started, saved, restart.forget_failure_on_step(on_step))
         return output
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory
@@ -140,6 +141,14 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         raise
     finally:
         os.close(descriptor)
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Return the configuration that a run leaves behind: of use from any directory."""
+    from gkd.config import load
+    from gkd.config.paths import with_absolute_paths
+
+    return load(with_absolute_paths(config.model_dump(), Path.cwd()))
 
 
 def _raise_received(output: Path, failure: Exception) -> None:

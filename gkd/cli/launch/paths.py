@@ -10,6 +10,7 @@ from gkd.cli.launch.package import is_packed
 from gkd.config import Config, user_path
 from gkd.config.loading import names_file
 from gkd.config.overrides import literal_override
+from gkd.config.paths import Paths, path_settings
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
 from gkd.data.reader import is_pattern, match_files
@@ -17,8 +18,6 @@ from gkd.errors import ConfigError
 
 SETTINGS = Path(".gkd-settings.yaml")
 """Name that a file of settings from elsewhere gets, which none of the working directory has that goes along."""
-
-Paths = str | list[str] | dict[str, str]
 
 
 def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
@@ -29,7 +28,7 @@ def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
     """
     _require_cluster_is_left_alone(config)
     overrides = [literal_override("trainer.output_dir", str(output))]
-    for name, value in _paths(config.model_dump(), ""):
+    for name, value in path_settings(config.model_dump()):
         if name == "trainer.output_dir":
             continue
         if (absolute := _make_all_absolute(name, value, here)) != value:
@@ -87,20 +86,6 @@ def _require_cluster_is_left_alone(config: Config) -> None:
             f"cluster.simulate_gpus={config.cluster.simulate_gpus} (also placement=cpu) starts a private Ray; a job "
             "uses the cluster's GPUs, which nodes simulate with ./launch/ray_cluster.sh ... --simulate-gpus N"
         )
-
-
-def _paths(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Paths]]:
-    """Return settings that name files or directories, by what their names end in, and that are given."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if name == "teacher.models":
-            yield name, value
-        elif isinstance(value, Mapping):
-            yield from _paths(value, f"{name}.")
-        elif (key.endswith(("path", "file", "files", "dir")) and value) or (
-            name == "teacher.chat_template" and value not in (None, "own", "student")
-        ):
-            yield name, value
 
 
 def _make_all_absolute(name: str, value: Paths, here: Path) -> Paths:

@@ -11,6 +11,7 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.output_files import BEST, METRICS, parse, read_best
 from gkd.config.overrides import flatten
+from gkd.config.paths import with_absolute_paths
 from gkd.config.validating import require_figures
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, complete, describe_none, find_newest_intact, step_of
@@ -93,7 +94,9 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
+    here, there = (
+        flatten(with_absolute_paths(tree, Path.cwd())) for tree in (config.model_dump(mode="json"), saved.config)
+    )
     for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key)
         if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
@@ -113,7 +116,9 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
 
     Another version of gkd counts as one of them.
     """
-    here, there = flatten(config.model_dump(mode="json")), flatten(saved.config)
+    here, there = (
+        flatten(with_absolute_paths(tree, Path.cwd())) for tree in (config.model_dump(mode="json"), saved.config)
+    )
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
         f"{key} {_format(there.get(key))} -> {_format(here.get(key))}"
