@@ -14,8 +14,9 @@ from gkd.config.registry import EntryName, Registry
 TASKS = Registry("data.task", {"sort_digits": "gkd.recipes.sort_digits.task:SortDigits"})
 
 
-PLACE = re.compile(r"\{\{[^{}]*\}\}|\{(?P<name>[^\W\d][\w.]*)\}")
-"""A column's place in ``data.prompt_template``, or doubled braces."""
+PLACE = re.compile(r"\{\{[^{}]*\}\}|\{(?P<name>[^\W\d][\w.]*)\}|\{(?P<text>[^{}\n]+)\}")
+"""A column's place in ``data.prompt_template``, text that is one where a row has a column of that name, with spaces
+perhaps, or doubled braces."""
 _TAKEN = {
     "val": "is what data.val_files are called (val/accuracy, and the set val of gkd evaluate RUN)",
     "reward": "would be shown as val/reward/NAME, which the run's own rewards are",
@@ -103,7 +104,7 @@ class Data(OpenSections):
     @field_validator("prompt_template")
     @classmethod
     def _template_has_a_place(cls, template: str | None) -> str | None:
-        if template is not None and not any(place["name"] for place in PLACE.finditer(template)):
+        if template is not None and not any(place["name"] or place["text"] for place in PLACE.finditer(template)):
             raise ValueError("names no column: one as {question} is needed")
         return template
 
@@ -121,7 +122,7 @@ class Data(OpenSections):
             raise ValueError("system_prompt is part of a chat: apply_chat_template=false excludes it")
         if self.train_weights is not None and len(self.train_weights) != len(self.train_files):
             raise ValueError(f"train_weights={self.train_weights}: there are {len(self.train_files)} train_files")
-        places = [place["name"] for place in PLACE.finditer(self.prompt_template or "")]
+        places = [place["name"] or place["text"] for place in PLACE.finditer(self.prompt_template or "")]
         if self.answer_key is not None and self.answer_key in places:
             own = "{" + self.answer_key + "}"
             raise ValueError(f"prompt_template has {own}, the reference answer; as text it is written {{{own}}}")

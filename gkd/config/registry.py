@@ -232,11 +232,14 @@ def _module(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None  # for names that end in .py there are both
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _DIGESTS[file] = _digest(file)
+    keeps_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # its times have seconds, edits are faster
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name], _DIGESTS[file]
         raise
+    finally:
+        sys.dont_write_bytecode = keeps_none
     return module
 
 

@@ -95,13 +95,22 @@ def begins_itself(text: str, bos: str | None) -> bool:
 
 
 def _fill(row: Row, template: str) -> str:
+    filled = []
+
     def value_of(place: re.Match[str]) -> str:
-        if place["name"] is None:  # doubled braces
+        name = place["name"]
+        if name is None and place["text"] is None:  # doubled braces
             return place[0][1:-1]
-        value = row.get(place["name"], "data.prompt_template")
+        if name is None and (name := place["text"]) not in row.values:  # as in \boxed{your answer}
+            return place[0]
+        value = row.get(name, "data.prompt_template")
         if is_missing(value) or not isinstance(value, str | int | float):
             kind = "null" if value is None else str(value) if isinstance(value, float) else type(value).__name__
-            raise ConfigError(f"{row.place}: {place['name']!r} is {kind}, which data.prompt_template cannot hold")
+            raise ConfigError(f"{row.place}: {name!r} is {kind}, which data.prompt_template cannot hold")
+        filled.append(name)
         return str(value)
 
-    return PLACE.sub(value_of, template)
+    text = PLACE.sub(value_of, template)
+    if not filled:
+        raise ConfigError(f"{row.place} has no column that data.prompt_template={template!r} names")
+    return text

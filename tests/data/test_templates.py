@@ -51,6 +51,11 @@ def test_a_prompt_template_takes_columns_and_leaves_other_braces() -> None:
     template = "{question} {choices.1} {meta.level} \\boxed{} {{answer}} {1}"
     assert question(prompt_template=template, answer_key="answer") == "1 + 1? 2 3 \\boxed{} {answer} {1}"
     assert question(prompt_template="Q: {question}", system_prompt="Be brief.")[1]["content"] == "Q: 1 + 1?"
+    spaced = Row({"Question Text": "1 + 1?"}, "x line 1")
+    template = "{Question Text} \\boxed{your answer}"
+    assert question(spaced, prompt_template=template) == "1 + 1? \\boxed{your answer}"
+    with pytest.raises(ConfigError, match=r"^x line 1 .*data\.prompt_template.*\{A B\}"):
+        question(spaced, prompt_template="{A B}")
     assert question(Row({"question": "{answer}", "answer": "2"}, "x"), prompt_template="{question}") == "{answer}"
 
 
@@ -72,6 +77,7 @@ def test_a_template_that_does_not_fit_the_row(template: str, message: str) -> No
     [
         ({"prompt_template": "no place {} {{question}}"}, "prompt_template"),
         ({"prompt_template": "{q} {a}", "answer_key": "a"}, "{{a}}"),
+        ({"prompt_template": "{q} {a b}", "answer_key": "a b"}, "{{a b}}"),
         ({"system_prompt": "x", "apply_chat_template": False}, "apply_chat_template=false excludes it"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"train_weights": [1.0], "train_files": ["a", "b"]}, "train_weights=[1.0]: "),
