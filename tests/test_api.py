@@ -71,7 +71,9 @@ def test_values_of_all_kinds() -> None:
     assert (config.actor.lr, config.rollout.n, config.rollout.top_p) == (pytest.approx(1e-6), 3, 0.5)
 
 
-@pytest.mark.parametrize("path", ["runs/a-1/model", "runs/actor.lr=1e-5,data.system_prompt=it's/model", "a b/$x"])
+@pytest.mark.parametrize(
+    "path", ["runs/a-1/model", "runs/actor.lr=1e-5,data.system_prompt=it's/model", "a b/$x", "ü/model"]
+)
 def test_a_path_that_is_shown_can_be_pasted_into_a_shell(path: str) -> None:
     (override,) = shlex.split(shell_override("trainer.output_dir", path))
     assert compose(["+recipe=grpo", override]).trainer.output_dir == path

@@ -121,8 +121,8 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     for key in values:
         if key not in Config.model_fields:
             raise make_unknown_error(key, values[key])
-        if any(name.startswith(f"{key}.") for name in settings()) and not isinstance(values[key], Mapping | None):
-            raise ConfigError(f"{file} does not fit: {key} is a section of settings, not {values[key]!r}")
+        if any(name.startswith(f"{key}.") for name in settings()):
+            _require_section(file, key, values[key])
     for group, choice in chosen.items():
         if choice not in (None, "none", *choices[group]):
             raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
@@ -138,12 +138,19 @@ def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
         *above, last = name.split(".")
         section, value = tree, tree.pop(name)
         for part in above:
-            section[part] = dict(section.get(part) or {})
+            section[part] = _require_section(file, part, section.get(part))
             section = section[part]
         if last in section:
             raise ConfigError(f"{file}: {name} stands there twice")
         section[last] = value
     return tree
+
+
+def _require_section(file: str, name: str, value: Any) -> dict[str, Any]:
+    """Return what a file has in a section. Raises ConfigError for what is none."""
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{file} does not fit: {name} is a section of settings, not {value!r}")
+    return dict(value or {})
 
 
 def _with_text_names(value: Any) -> Any:

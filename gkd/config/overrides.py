@@ -28,7 +28,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 def shell_override(name: str, value: str | Path) -> str:
     """Return a setting as one types it in a shell, with the quotes that its text needs there and in Hydra's grammar."""
     text = str(value)
-    return f"{name}={text}" if re.fullmatch(r"[\w./-]+", text) else shlex.quote(literal_override(name, text))
+    return f"{name}={text}" if re.fullmatch(r"[\w./-]+", text, re.ASCII) else shlex.quote(literal_override(name, text))
 
 
 def literal_override(name: str, value: Any) -> str:

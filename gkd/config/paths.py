@@ -11,6 +11,11 @@ from gkd.config.base import user_path
 Paths = str | list[str] | dict[str, str]
 
 
+def is_pattern(file: str) -> bool:
+    """Return whether ``file``, where there is none of this name, stands for several."""
+    return "*" in file or "?" in file
+
+
 def path_settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Paths]]:
     """Yield settings that name files or directories, by what their names end in, and that are given."""
     for key, value in tree.items():
@@ -46,13 +51,14 @@ def with_absolute_paths(tree: Mapping[str, Any], here: Path, prefix: str = "") -
 def _is_path(name: str, value: Any) -> bool:
     if name == "teacher.chat_template":
         return value not in (None, "own", "student")
-    return bool(value) and (name == "teacher.models" or name.endswith(("path", "file", "files", "dir")))
+    is_named = name == "teacher.models" or name.endswith(("path", "file", "files", "dir"))
+    return is_named and bool(value) and isinstance(value, str | list | Mapping)
 
 
 def _make_absolute(value: str, here: Path) -> str:
     path, (directory, colon, part) = here / user_path(value), value.partition(":")
-    if path.exists():
+    if path.exists() or is_pattern(value):
         return str(path)
     if colon and (here / user_path(directory)).is_dir():  # SUBSET, SPLIT or both, as gkd.data.reader has it
         return f"{here / user_path(directory)}:{part}"
-    return str(path) if any(path.parent.glob(path.name)) else value
+    return value

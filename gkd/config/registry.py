@@ -167,7 +167,8 @@ def forget_edited() -> None:
         for neighbour, path in _neighbours(file):
             _DIGESTS.pop(path, None)
             if getattr(sys.modules.get(neighbour), "__file__", None) == str(path):
-                del sys.modules[neighbour]
+                for module in [its for its in sys.modules if its == neighbour or its.startswith(f"{neighbour}.")]:
+                    del sys.modules[module]
         for place in [place for place in _LOADED if place[2].rpartition(":")[0] == str(file)]:
             del _LOADED[place]
 
@@ -253,13 +254,13 @@ def _digest(file: Path) -> str:
 
 
 def _neighbours(file: Path) -> list[tuple[str, Path]]:
-    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order."""
+    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order; not this one."""
     found: dict[str, Path] = {}
     files = [file]
     while files:
         for name in _imported_names(files.pop()):
             path = _find_neighbour(file.parent, name)
-            if path is not None and path != file and name not in found:
+            if path is not None and path != file and name not in found and name != __package__.partition(".")[0]:
                 found[name] = path
                 files.append(path)
     return sorted(found.items())

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from gkd.config import user_path
+from gkd.config.paths import is_pattern
 from gkd.data.formats import read_csv, read_json, read_jsonl, read_parquet
 from gkd.data.hub import looks_like_a_name, read_directory, read_name
 from gkd.data.row import Row
@@ -70,11 +71,6 @@ def _rows(file: str) -> Iterator[Row]:
             "of datasets, or a name in the local Hugging Face cache"
         )
     return FORMATS[suffix](path)
-
-
-def is_pattern(file: str) -> bool:
-    """Return whether ``file``, where there is none of this name, stands for several."""
-    return "*" in file or "?" in file
 
 
 def match_files(pattern: str) -> list[str]:

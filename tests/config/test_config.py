@@ -253,6 +253,7 @@ def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) 
         ("recipe: {a: 1}", r"mine.yaml: recipe=\{'a': 1\}: "),
         ("defaults: [a]", r"setting defaults"),
         ("actor.lr: 1.0\nactor: {lr: 2.0}", r"mine.yaml: actor\.lr .*twice"),
+        ("actor.lr: 1.0\nactor: 5", r"mine.yaml .*: actor "),
         ("trainer: 5", r"mine.yaml .*: trainer "),
         ("1: 2", r"unknown setting 1"),
         ("null: 2", r"mine.yaml .*\bread"),

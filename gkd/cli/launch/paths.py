@@ -10,10 +10,10 @@ from gkd.cli.launch.package import is_packed
 from gkd.config import Config, user_path
 from gkd.config.loading import names_file
 from gkd.config.overrides import literal_override
-from gkd.config.paths import Paths, path_settings
+from gkd.config.paths import Paths, is_pattern, path_settings
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
-from gkd.data.reader import is_pattern, match_files
+from gkd.data.reader import match_files
 from gkd.errors import ConfigError
 
 SETTINGS = Path(".gkd-settings.yaml")
