@@ -49,6 +49,11 @@ MOST_PIDS = 1 << 31
 """Beyond which the system's type for them has no number."""
 
 
+def find_runs(path: Path) -> list[Path]:
+    """Return a run's directory, or those of the runs in a sweep's, by name."""
+    return [path] if (path / CONFIG).exists() else sorted(file.parent for file in path.glob(f"*/{CONFIG}")) or [path]
+
+
 class RunFiles:
     """The output directory ``path``. Raises ConfigError where there is no run. Every property is what they hold now."""
 

@@ -82,3 +82,15 @@ def test_the_page_goes_into_a_directory_that_is_named(tmp_path: Path, monkeypatc
     for directory in (".", str(tmp_path / "run")):
         assert main([str(run), "--output", directory]) == 0
         assert "own/metric" in (Path(directory) / "report.html").read_text()
+
+
+def test_the_directory_of_a_sweep_stands_for_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep").mkdir()
+    for name in ("actor.lr=1e-05", "actor.lr=0.001"):
+        make_run(tmp_path / "sweep" / name)
+    assert main([str(tmp_path / "sweep")]) == 0
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "actor.lr=1e-05" in page and "actor.lr=0.001" in page
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert "config.yaml" in capsys.readouterr().err
