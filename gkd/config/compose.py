@@ -6,6 +6,7 @@ mistake becomes one :class:`ConfigError`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ from gkd.config.base import GROUP_OF, escape, quote, user_path
 from gkd.config.data import TASKS
 from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, names_file, open_sections, plain_name, read_yaml
 from gkd.config.open import OpenSections
-from gkd.config.overrides import keep_name
+from gkd.config.overrides import keep_name, literal_override
 from gkd.config.registry import forget_edited, make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
@@ -180,7 +181,9 @@ def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> di
             tree = OmegaConf.merge(_defaults(), tree)
         resolved = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(one_line(error)) from None
+        why = one_line(error).partition(" full_key: ")[0]
+        place = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{place}{why}; where ${{ is text, it is written \\${{") from None
     assert isinstance(resolved, dict)
     return {str(name): value for name, value in resolved.items()}
 
@@ -273,11 +276,22 @@ def _explain_unreadable(overrides: Sequence[str]) -> str:
     if texts := re.fullmatch(r"\[([^\[\]{}\"'\\]+)\]", value):  # a list of texts alone
         parts = [part if re.fullmatch(r"[\w./:-]*", part, re.ASCII) else f'"{part}"' for part in texts[1].split(",")]
         text = f"[{','.join(parts)}]"
+    elif names := _read_json(value):
+        return f"{override}: names in a mapping have no quotes: {shlex.quote(literal_override(key, names))}"
     elif value[:1] and value[0] in "[{(\"'":
         return f"{override}: cannot be read; lists are '[a,b]', mappings '{{a: b}}', texts with signs in double quotes"
     else:
         text = quote(value) if re.search(r'["\\]', value) else f'"{value}"'
     return f"{override}: its value needs quotes within those of the shell: {shlex.quote(f'{key}={text}')}"
+
+
+def _read_json(value: str) -> dict[str, Any] | None:
+    """Return what JSON makes of a text that is a mapping there, of plain names; None for any other."""
+    try:
+        content = json.loads(value)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) and all(re.fullmatch(r"\w+", name) for name in content) else None
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

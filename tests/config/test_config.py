@@ -282,6 +282,22 @@ def test_settings_of_a_file_may_have_dots_in_their_names_and_sections_may_be_emp
     assert config == compose([*given, "data.val_sets.hard.files=[x.jsonl]"])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('data.system_prompt="${HOME}"', r"^data\.system_prompt: .*HOME.* \\\$\{$"),
+        (
+            'data.chat_template_kwargs={"enable_thinking": false}',
+            r"quotes: 'data\.chat_template_kwargs=\{enable_thinking:false\}'$",
+        ),
+    ],
+)
+def test_how_a_value_is_written_is_said(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(["+recipe=grpo", override])
+    assert compose(["+recipe=grpo", 'data.system_prompt="\\${HOME}"']).data.system_prompt == "${HOME}"
+
+
 def test_a_range_alone_says_how_many() -> None:
     config = compose(["trainer.gpus=2-3", "rollout.gpus=0-1", "teacher.gpus=4-7"])
     assert [(p.n_gpus_per_node, p.gpus) for _, p in config.pools()] == [(2, [2, 3]), (2, [0, 1]), (4, [4, 5, 6, 7])]
