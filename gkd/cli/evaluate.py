@@ -61,6 +61,9 @@ def configure(overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, .
 
     Raises ConfigError, also for settings that have no effect on an evaluation.
     """
+    from gkd.config.registry import forget_edited
+
+    forget_edited()
     runs = [override for override in overrides if _names_a_run(override)]
     if not runs:
         return compose_evaluation(overrides), ()

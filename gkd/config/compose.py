@@ -52,7 +52,6 @@ def compose(overrides: Sequence[str]) -> Config:
     below the file's values, too. Where no model is named, the task's settings (conf/task) come in between the recipe's
     and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
     """
-    forget_edited()
     files = [override for override in overrides if names_file(override)]
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)}: one file with a configuration is expected")
@@ -82,6 +81,7 @@ def compose(overrides: Sequence[str]) -> Config:
 
 def compose_run(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a run. Raises ConfigError, also for settings that are of evaluations alone."""
+    forget_edited()
     config = compose(overrides)
     if config.evaluates or config.evaluate.sets:
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")

@@ -37,14 +37,14 @@ def with_absolute_paths(tree: Mapping[str, Any], here: Path, prefix: str = "") -
         if isinstance(value, Mapping):
             every = name == "teacher.models"
             absolute[key] = (
-                {its: _make_absolute(path, here) for its, path in value.items()}
+                {its: find_absolute(path, here) for its, path in value.items()}
                 if every
                 else with_absolute_paths(value, here, f"{name}.")
             )
         elif isinstance(value, list) and _is_path(name, value):
-            absolute[key] = [_make_absolute(path, here) for path in value]
+            absolute[key] = [find_absolute(path, here) for path in value]
         else:
-            absolute[key] = _make_absolute(value, here) if _is_path(name, value) else value
+            absolute[key] = find_absolute(value, here) if _is_path(name, value) else value
     return absolute
 
 
@@ -55,7 +55,8 @@ def _is_path(name: str, value: Any) -> bool:
     return is_named and bool(value) and isinstance(value, str | list | Mapping)
 
 
-def _make_absolute(value: str, here: Path) -> str:
+def find_absolute(value: str, here: Path) -> str:
+    """Return the absolute path of what exists below ``here``, or may by its pattern; any other name as it is."""
     path, (directory, colon, part) = here / user_path(value), value.partition(":")
     if path.exists() or is_pattern(value):
         return str(path)

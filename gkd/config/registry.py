@@ -175,7 +175,9 @@ def forget_edited() -> None:
 
 def source_digest(file: Path) -> str:
     """Return SHA-256 (hex) of a source file and of what it imports from beside it, as they were when loaded here."""
-    return _DIGESTS.setdefault(file, _digest(file))
+    if file not in _DIGESTS:
+        _DIGESTS[file] = _digest(file)
+    return _DIGESTS[file]
 
 
 def shorten_name(name: str) -> str:

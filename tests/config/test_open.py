@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, ValidationError
 
 from gkd.config.base import Settings
-from gkd.config.compose import compose
+from gkd.config.compose import compose, compose_run
 from gkd.config.learning import ADVANTAGES
 from gkd.config.open import OWN, OpenSettings
-from gkd.config.registry import Registry, forget_edited, make_absolute, source_digest
+from gkd.config.registry import Registry, make_absolute, source_digest
 from gkd.errors import ConfigError
 
 
@@ -359,7 +359,7 @@ def test_what_was_edited_is_loaded_anew_with_what_lies_beside_it(
         file.write_text(f"from beside_edited import VALUE\nclass Mine:\n    value = {factor} * VALUE\n")
         before = registry.load(f"{file}:Mine").value
         assert not values or before == values[-1]
-        forget_edited()
+        compose_run(["+recipe=grpo"])  # as a command does when it begins
         values.append(registry.load(f"{file}:Mine").value)
         digests.append(source_digest(file))
     assert values == [2, 6, 12] and len(set(digests)) == 3

@@ -10,7 +10,7 @@ from gkd.cli.launch.package import is_packed
 from gkd.config import Config, user_path
 from gkd.config.loading import names_file
 from gkd.config.overrides import literal_override
-from gkd.config.paths import Paths, is_pattern, path_settings
+from gkd.config.paths import Paths, find_absolute, is_pattern, path_settings
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
 from gkd.data.reader import match_files
@@ -97,21 +97,17 @@ def _make_all_absolute(name: str, value: Paths, here: Path) -> Paths:
 
 
 def _make_absolute(name: str, value: str, here: Path) -> str:
-    path = here / user_path(value)
-    if Path(value).is_absolute() or path.exists():
-        return str(path)
+    path = find_absolute(value, here)
+    if path != value or Path(value).is_absolute():
+        if is_pattern(value) and not Path(value).is_absolute() and not Path(path).exists():
+            match_files(path)
+        return path
     if name.endswith("files"):
-        directory, _, part = value.partition(":")  # SUBSET, SPLIT or both, as gkd.data.reader has it
-        if part and (here / user_path(directory)).is_dir():
-            return f"{here / user_path(directory)}:{part}"
-        if looks_like_a_name(directory):
+        if looks_like_a_name(value.partition(":")[0]):
             return value
-        if is_pattern(value):
-            match_files(str(path))
-            return str(path)
         raise ConfigError(f"{name}={value}: there is no such file below {here}")
     if name.endswith(("path", "models")) and not value.startswith("."):
         return value
     if name.endswith(("path", "models")):
         raise ConfigError(f"{name}={value}: there is no such directory below {here}")
-    return str(path)
+    return str(here / user_path(value))

@@ -94,9 +94,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    here, there = (
-        flatten(with_absolute_paths(tree, Path.cwd())) for tree in (config.model_dump(mode="json"), saved.config)
-    )
+    here, there = _settings(config.model_dump(mode="json")), _settings(saved.config)
     for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key)
         if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
@@ -111,14 +109,17 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     return saved
 
 
+def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name, files and directories by absolute path, however they were named."""
+    return flatten(with_absolute_paths(tree, Path.cwd()))
+
+
 def differences(saved: SavedCheckpoint, config: Config) -> str:
     """Return settings with other values than in the run's earlier part, in one line; empty where there are none.
 
     Another version of gkd counts as one of them.
     """
-    here, there = (
-        flatten(with_absolute_paths(tree, Path.cwd())) for tree in (config.model_dump(mode="json"), saved.config)
-    )
+    here, there = _settings(config.model_dump(mode="json")), _settings(saved.config)
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
         f"{key} {_format(there.get(key))} -> {_format(here.get(key))}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_run_that_was_told_to_end_while_it_closed_does_not_begin_again(
     if received:
         assert isinstance(end.value, SignalExit) and end.value.exit_code == 143
         assert "checkpoint" in end.value.__notes__[0]
+
+
+def test_what_a_run_leaves_names_its_files_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven: list[Config] = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "student").mkdir()
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.setattr("gkd.cluster.session.connect.connect", lambda _: nullcontext(SimpleNamespace(directory=None)))
+    monkeypatch.setattr("gkd.cli.train._find_inputs", lambda *_: None)
+    monkeypatch.setattr("gkd.driver.run.drive", lambda config, *_: driven.append(config))
+    files = ["data.train_files=[a.jsonl]", "data.val_files=[a.jsonl]", "data.answer_key=answer"]
+    config = compose(["+recipe=grpo", "model.path=student", *files, "trainer.output_dir=run", "cluster.address=local"])
+    run_train(config)
+    (whole,) = driven
+    assert whole.model.path == f"{tmp_path}/student" and whole.data.train_files == [f"{tmp_path}/a.jsonl"]
+    assert whole.trainer.output_dir == f"{tmp_path}/run"
 
 
 def test_not_more_often_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,16 @@ def test_a_checkpoint_of_another_run_is_refused(changed: dict[str, object], mess
         find(load(changed), tmp_path)
 
 
+def test_a_path_may_be_named_from_here_or_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "student").mkdir()
+    files = {"data": {"train_files": ["x"], "val_files": ["x"]}, "teacher": {"model": {"path": "/teacher"}}}
+    named = [load({**SAME, **files, "model": {"path": path}}) for path in ("student", f"{tmp_path}/student")]
+    for first, again in (named, named[::-1]):
+        write(first, tmp_path, 5)
+        assert "model" not in differences(find(again, tmp_path), again)
+
+
 def test_what_may_change_is_said(tmp_path: Path) -> None:
     write(load({**SAME, "actor": {"lr": 1e-5}}), tmp_path, 5)
     resumed = {"trainer": {"total_steps": 10, "save_every": 1, "resume": True, "output_dir": str(tmp_path)}}
