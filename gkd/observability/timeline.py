@@ -2,7 +2,8 @@
 
 A step has stages, whose bounds the driver measures: ``generate`` until the batch's last sample was finished, ``score``
 until it was scored, ``validate`` until a validation beside it was over, ``update`` and ``sync``. A worker that does
-nothing waits in each of them for the group that the stage belongs to, see :data:`CAUSES`.
+nothing waits in each of them for the group that the stage belongs to, see :data:`CAUSES`; while the driver alone does
+something, as where a tracker is slow, it waits for the ``driver``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ log = logging.getLogger("gkd")
 WRITE_EVERY_S = 30.0
 DRIVER = "driver 0"
 """The driver's process among the workers', beside the lane ``driver``, which has the stages of the steps."""
+DRIVERS_WORK = ("request", "log", "log samples", "prepare")
+"""What the driver's process does itself; in a validation it waits for others."""
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
-CAUSES = {"generate": "batch", "score": "scores", "validate": "validation", "update": "weights", "sync": "weights"}
+STAGES = ("generate", "score", "validate", "update", "sync")
+CAUSES = {"generate": "batch", "score": "scores", "validate": "validation", "update": "weights", "sync": "weights",
+          "driver": "driver"}  # fmt: skip
 """What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``. Scores
 are waited for by the name of whose come last: ``teacher``, ``reference``, ``reward_model`` or ``rewards``."""
 
@@ -70,7 +75,7 @@ class StepStages:
         bounds = [self.start]
         for bound in (self.generated, self.scored, self.validated, self.updated, self.end):
             bounds.append(min(max(bound, bounds[-1]), self.end))
-        return list(zip(CAUSES, bounds, bounds[1:], strict=False))
+        return list(zip(STAGES, bounds, bounds[1:], strict=False))
 
     def step_of(self, span: ActivitySpan, step: int) -> int:
         """Return the step of a span; what was done before ``step``, as in a validation, is of the one before."""
@@ -104,23 +109,27 @@ class Timeline:
         """Add a step, by what the workers state of themselves after it, and what the driver did by its ``own`` spans.
 
         Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
-        perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group.
+        perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group,
+        or of the driver.
         """
         new = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
-        spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in new.items()}
-        self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in new.items()}
+        done = [*new.items(), (DRIVER, list(own))]
+        spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in done}
+        self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in done}
         if abs(stages.start - self._ended) < SHORTEST_S:  # one moment, of which two clocks were read twice
             stages = dataclasses.replace(stages, start=self._ended)
         self._ended, length = stages.end, max(stages.end - stages.start, 1e-9)
         events = [self._event("driver", name, a, b, step) for name, a, b in stages.spans() if b - a > SHORTEST_S]
-        events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in own]
+        events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in done[-1][1]]
         busy: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, float] = defaultdict(float)
         pace = _slowest_scorer(spans, stages) or self._elsewhere
+        drivers = [span for span in spans.pop(DRIVER) if span.name in DRIVERS_WORK]
+        alone = _find_alone(drivers, chain(*spans.values()), stages)
         for lane, its in spans.items():
             group = lane.rpartition(" ")[0]
             events += [self._event(lane, s.name, s.start, s.end, stages.step_of(s, step), s.version) for s in new[lane]]
-            idle = list(_find_idle(its, stages))
+            idle = list(_find_idle([*its, *alone], stages)) + [("driver", span.start, span.end) for span in alone]
             busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
             for stage, start, end in idle:
                 waited[_find_cause(stage, pace)] += (end - start) / length
@@ -187,6 +196,7 @@ class Timeline:
         if not waits:
             return ""
         pace = max(waits, key=lambda group: waits[group])
+        pace = "the driver (trackers, on_step, files)" if pace == "driver" else pace
         waited = ", ".join(f"{group} {fmean(idle):.3g} s" for group, idle in self._idle.items())
         return f"the pace is set by {pace}; workers waited in a step of {fmean(self._lengths):.3g} s: {waited}"
 
@@ -237,15 +247,33 @@ def _find_idle(spans: Iterable[ActivitySpan], stages: StepStages) -> Iterable[tu
     """Yield stage, start and end of every time in which none of ``spans`` was."""
     busy = sorted((span.start, span.end) for span in spans)
     for stage, begin, until in stages.spans():
-        idle_since = begin
-        for start, end in busy:
-            if end <= idle_since or start >= until:
-                continue
-            if start > idle_since:
-                yield stage, idle_since, start
-            idle_since = min(end, until)
-        if until > idle_since:
-            yield stage, idle_since, until
+        for start, end in _find_gaps(busy, begin, until):
+            yield stage, start, end
+
+
+def _find_gaps(busy: Iterable[tuple[float, float]], begin: float, until: float) -> Iterable[tuple[float, float]]:
+    """Yield start and end of every time from ``begin`` to ``until`` in which nothing of ``busy``, in order, was."""
+    idle_since = begin
+    for start, end in busy:
+        if end <= idle_since or start >= until:
+            continue
+        if start > idle_since:
+            yield idle_since, start
+        idle_since = min(end, until)
+    if until > idle_since:
+        yield idle_since, until
+
+
+def _find_alone(
+    drivers: Iterable[ActivitySpan], workers: Iterable[ActivitySpan], stages: StepStages
+) -> list[ActivitySpan]:
+    """Return the parts of the driver's spans within a step in which no worker did anything."""
+    busy = sorted((span.start, span.end) for span in workers)
+    return [
+        span._replace(start=start, end=end)
+        for span in drivers
+        for start, end in _find_gaps(busy, max(span.start, stages.start), min(span.end, stages.end))
+    ]
 
 
 def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepStages) -> str:
@@ -259,4 +287,5 @@ def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepSta
 
 
 def _find_cause(stage: str, scorer: str) -> str:
-    return {"generate": "rollout", "score": scorer, "validate": "rollout"}.get(stage, "actor")
+    causes = {"generate": "rollout", "score": scorer, "validate": "rollout", "driver": "driver"}
+    return causes.get(stage, "actor")

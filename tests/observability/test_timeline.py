@@ -56,6 +56,40 @@ def test_shares_of_a_step_add_up(tmp_path: Path) -> None:
     assert sum(v for k, v in row.items() if "waits_for" in k) == pytest.approx(1 - (4.5 + 5 + 3 + 3.5) / 40)
 
 
+def test_workers_wait_for_the_driver_while_it_alone_does_something(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    timeline = Timeline(file, 10)
+    own = [
+        ActivitySpan("request", 99.0, 100.25),  # the quarter second in the step beside two engines that sample
+        ActivitySpan("log", 101.5, 103.25),  # beside a sampler all the time
+        ActivitySpan("prepare", 104.5, 105.5),  # beside the teacher until 105, where the update begins
+        ActivitySpan("validate", 109.5, 109.75),  # beside an engine, and a wait for others anyway
+        ActivitySpan("log", 109.75, 110.5),  # half of it within the next step
+    ]
+    late = [reported("actor", 0, ("update", 105.25, 109.0)), *step_of_four()[1:3]]
+    late += [reported("teacher", 0, ("score", 101.0, 103.0), ("score", 103.5, 105.0))]
+    row = timeline.add(7, STAGES, late, own)
+    assert row["perf/waits_for/driver"] == pytest.approx(0.25 * 4 / 40)  # 105 to 105.25, all four
+    assert row["perf/busy/actor"] == pytest.approx(0.375)
+    later = StepStages(start=110.0, generated=112.0, scored=112.0, updated=114.0, end=114.0)
+    row = timeline.add(8, later, [reported("actor", 0, ("update", 112.0, 114.0))], [])
+    assert row["perf/waits_for/driver"] == pytest.approx(0.5 / 4)
+    assert row["perf/waits_for/rollout"] == pytest.approx(1.5 / 4)
+    timeline.write()
+    events = json.loads(file.read_text())["traceEvents"]
+    waits = [(e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["name"] == "waits-for-driver"]
+    assert waits == [(105.0, 0.25)] * 4 + [(110.0, 0.5)]
+
+
+def test_a_driver_that_sets_the_pace_is_named(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", 10)
+    own = [ActivitySpan("log", 100.0, 107.0)]  # a slow tracker
+    stages = StepStages(start=100.0, generated=108.0, scored=108.0, updated=109.5, end=110.0)
+    timeline.add(7, stages, [reported("actor", 0, ("update", 108.0, 109.5)), reported("rollout", 0)], own)
+    pace, _ = timeline.summary().split("; ")
+    assert contains_in_order(pace, "driver")
+
+
 def test_what_is_done_for_the_next_step_while_this_one_is_logged_counts_there(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     timeline = Timeline(file, 10)
