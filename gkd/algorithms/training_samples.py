@@ -61,27 +61,34 @@ def require_fresh(config: Config, samples: Sequence[TrainingSample], version: in
             raise RunFailed(f"{which}, is of weights version {newest}, which are not there yet: these are {version}")
 
 
-def with_advantages(config: Config, samples: Sequence[TrainingSample]) -> tuple[list[TrainingSample], dict[str, float]]:
+def with_advantages(
+    config: Config, samples: Sequence[TrainingSample], left_out: Sequence[TrainingSample] = ()
+) -> tuple[list[TrainingSample], dict[str, float]]:
     """Settle the advantages of a batch and which samples are in the loss; also returns reward/* and advantage/*.
 
-    ``samples``: as for :func:`assign_advantages`. Raises RunFailed when a reward function failed on more than
-    ``reward.max_failed_share`` of the samples, and as :func:`assign_advantages`.
+    ``samples``: as for :func:`assign_advantages`. ``left_out``: whole groups that dynamic sampling left out of them,
+    which reward/* is of as well: of the batch alone it would show what was chosen, and not what the student does.
+    Raises RunFailed when a reward function failed on more than ``reward.max_failed_share`` of all of them, and as
+    :func:`assign_advantages`.
     """
     if not config.algorithm.policy_weight:
         return assign_advantages(config, samples), {}
-    metrics = _function_metrics(config, samples)
-    batch, rewards = assign_advantages(config, samples), np.array(rewards_of(config, samples))
-    groups, advantages, rated = groups_of(config, samples), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
+    sampled = [*samples, *left_out]
+    metrics = _function_metrics(config, sampled)
+    batch, rewards = assign_advantages(config, samples), np.array(rewards_of(config, sampled))
+    groups, advantages, rated = groups_of(config, sampled), np.array([s.advantage for s in batch]), ~np.isnan(rewards)
     if rated.any():
+        metrics |= {"reward/mean": float(rewards[rated].mean()), "reward/std": float(rewards[rated].std())}
+    if (learned := rated[: len(batch)]).any():
         metrics |= {
-            "reward/mean": float(rewards[rated].mean()),
-            "reward/std": float(rewards[rated].std()),
-            "advantage/mean": float(advantages[rated].mean()),
-            "advantage/std": float(advantages[rated].std()),
+            "advantage/mean": float(advantages[learned].mean()),
+            "advantage/std": float(advantages[learned].std()),
         }
     n_groups = len(set(groups))
     metrics["reward/equal_groups"] = (n_groups - len(groups_that_differ(rewards.tolist(), groups))) / n_groups
-    if seconds := [sum(sample.reward_s.values()) for sample in samples if sample.reward_s]:
+    if config.algorithm.dynamic_sampling.max_rounds > 1:
+        metrics["reward/groups"] = float(n_groups)
+    if seconds := [sum(sample.reward_s.values()) for sample in sampled if sample.reward_s]:
         metrics["timing_s/reward"] = max(seconds)
     return batch, metrics
 
@@ -171,14 +178,11 @@ def _kl_of_preferred(config: Config, name: str, samples: Sequence[TrainingSample
     return sum(sample.kl_reference or 0.0 for sample in preferred) / n_tokens if n_tokens else None
 
 
-def require_rewards(config: Config, samples: Sequence[TrainingSample]) -> None:
-    """Raise RunFailed where a function failed on more than ``reward.max_failed_share`` of the samples."""
-    for name in config.reward.functions if config.algorithm.policy_weight else []:
-        describe_failures(config.reward, name, [sample.rewards.get(name) for sample in samples])
-
-
 def describe_failures(settings: Reward, name: str, rewards: Sequence[float | str | None]) -> str | None:
-    """Describe on how many samples a function failed, and why; None where on none. Raises as require_rewards."""
+    """Describe on how many samples a function failed, and why; None where on none.
+
+    Raises RunFailed where these are more than ``reward.max_failed_share``.
+    """
     reasons = [reward for reward in rewards if isinstance(reward, str)]
     if not reasons:
         return None
@@ -192,7 +196,7 @@ def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dic
     """Return val/reward/NAME, each function's mean over held-out responses, and val/reward/mean, that of their rewards.
 
     A response to which a function that counts gave none is no part of the latter; val/reward/NAME/failed is the share
-    of those, where there are any. Raises RunFailed as :func:`require_rewards`.
+    of those, where there are any. Raises RunFailed as :func:`describe_failures`.
     """
     by_function = _function_metrics(config, samples)
     metrics = {f"val/{name.removesuffix('/mean')}": v for name, v in by_function.items() if name.endswith("/mean")}

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -90,28 +90,31 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
 
 
-def batch_metrics(samples: Iterable[TrainingSample], version: int) -> dict[str, float]:
-    """Return response/* and staleness/* of a batch sampled for weights ``version``."""
-    samples = list(samples)
+def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """Return response/* of samples."""
     lengths = np.array([sample.n_sampled for sample in samples])
-    age = np.array([version - sample.version for sample in samples])
     clipped = np.array([sample.finish_reason == "length" for sample in samples])
     return {
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/clip_ratio": float(clipped.mean()),
-        "staleness/mean": float(age.mean()),
-        "staleness/max": float(age.max()),
     }
 
 
-def stage_metrics(requested_s: float, samples: Iterable[TrainingSample]) -> dict[str, float]:
-    """Return timing_s/{generate,score} of a batch requested at ``requested_s`` (``time.time``).
+def staleness_metrics(batch: Sequence[TrainingSample], version: int) -> dict[str, float]:
+    """Return staleness/* of a batch that weights ``version`` learn from."""
+    age = np.array([version - sample.version for sample in batch])
+    return {"staleness/mean": float(age.mean()), "staleness/max": float(age.max())}
+
+
+def stage_metrics(requested_s: float, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """Return timing_s/{generate,score} of samples requested at ``requested_s`` (``time.time``); none without any.
 
     ``generate`` lasts until the last sample was finished, ``score`` is what scoring took beyond that (it runs beside
     sampling). Times are by the driver's clock (:meth:`gkd.observability.timeline.Timeline.correct_times`).
     """
-    samples = list(samples)
+    if not samples:
+        return {}
     generated = max(sample.generated_s for sample in samples)
     scored = max(sample.scored_s for sample in samples)
     return {"timing_s/generate": generated - requested_s, "timing_s/score": max(0.0, scored - generated)}

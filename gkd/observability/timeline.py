@@ -57,15 +57,18 @@ class StepStages:
     """When the validation of the step before was over, where the optimizer step waited for one."""
 
     @classmethod
-    def from_batch(
-        cls, batch: Sequence[TrainingSample], started: float
+    def from_samples(
+        cls, samples: Sequence[TrainingSample], started: float
     ) -> Callable[[float | None, float, float], Self]:
-        """Return what makes those of a step that trained ``batch``, of when a validation was over, it updated and done.
+        """Return what makes those of a step that ``samples`` were drawn for, none where the data answers, of when a
+        validation was over, it updated and done.
 
         These times are by ``time.monotonic``; None: nothing was validated beside it.
         """
         ahead = time.time() - time.monotonic()
-        generated, scored = (max(getattr(sample, at) for sample in batch) for at in ("generated_s", "scored_s"))
+        generated, scored = (
+            max((getattr(sample, at) for sample in samples), default=0.0) for at in ("generated_s", "scored_s")
+        )
         return lambda validated, updated, done: cls(
             started + ahead, generated, scored, updated + ahead, done + ahead, (validated or -ahead) + ahead
         )

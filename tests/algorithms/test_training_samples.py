@@ -15,9 +15,10 @@ from gkd.algorithms.advantages import groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
 from gkd.algorithms.group_mean import GroupMean
 from gkd.algorithms.leave_one_out import LeaveOneOut
-from gkd.algorithms.training_samples import require_rewards, rewards_of, validation_rewards, with_advantages
+from gkd.algorithms.training_samples import rewards_of, validation_rewards, with_advantages
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
+from gkd.planning.layout import with_settings
 from gkd.types import TrainingSample
 from tests.samples import training_sample
 
@@ -146,7 +147,6 @@ def test_a_function_that_does_not_apply_to_a_sample_adds_nothing_and_is_no_failu
     assert [sample.in_loss for sample in batch] == [True] * 4
     assert (metrics["reward/accuracy/mean"], metrics["reward/length/mean"]) == (0.5, 0.75)
     assert (metrics["reward/accuracy/failed"], metrics["reward/length/failed"]) == (0.0, 0.0)
-    require_rewards(settings, samples)
     assert validation_rewards(settings, samples)["val/reward/mean"] == 1.75 / 4
 
 
@@ -176,6 +176,22 @@ def test_rewards_of_one_name_are_logged_by_themselves() -> None:
     assert metrics["reward/accuracy/mean"] == 1.0
     assert metrics[f"reward/{OWN}:accuracy/mean"] == 0.0
     assert metrics["reward/words/mean"] == 0.5
+
+
+def test_rewards_are_of_all_samples_and_advantages_of_those_that_are_learned_from() -> None:
+    """Of the groups that dynamic sampling keeps, rewards are about a half whatever the student has learned."""
+    settings = config(dynamic_sampling={"max_rounds": 3})
+    batch = [scored(0, 1.0), scored(1, 0.0)]
+    left_out = [scored(i, 1.0 if i < 6 else "ValueError: no") for i in range(2, 8)]
+    left_out = [replace(own, reward_s={"accuracy": 0.25 * own.key}) for own in left_out]
+    samples, metrics = with_advantages(with_settings(settings, {"reward.max_failed_share": 0.25}), batch, left_out)
+    assert [sample.key for sample in samples] == [0, 1]
+    assert metrics["reward/mean"] == pytest.approx(5 / 6) and metrics["reward/accuracy/failed"] == 0.25
+    assert (metrics["reward/equal_groups"], metrics["reward/groups"]) == (0.75, 4.0)
+    assert metrics["advantage/std"] == pytest.approx(abs(samples[0].advantage)) and metrics["timing_s/reward"] == 1.75
+    with pytest.raises(RunFailed, match=r"\b2 of 8\b"):
+        with_advantages(with_settings(settings, {"reward.max_failed_share": 0.24}), batch, left_out)
+    assert "reward/groups" not in with_advantages(config(), batch)[1]
 
 
 def test_too_many_failures_end_the_run() -> None:

@@ -34,9 +34,10 @@ class CollectedBatch:
     requested_s: float
 
     @property
-    def all_samples(self) -> list[TrainingSample]:
-        """Every sample of the step; a reward that fails on those left out fails as well."""
-        return self.batch + self.left_out
+    def failed(self) -> list[TrainingSample]:
+        """Samples on which a reward failed, of those left out as well."""
+        samples = self.batch + self.left_out
+        return [sample for sample in samples if any(isinstance(reward, str) for reward in sample.rewards.values())]
 
 
 class SampleSource(Protocol):

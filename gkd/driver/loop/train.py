@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gkd.algorithms.training_samples import require_fresh, require_rewards, with_advantages
+from gkd.algorithms.training_samples import require_fresh, with_advantages
 from gkd.cluster.workers.activity import HERE, record_activity
 from gkd.config import Config
 from gkd.driver.checkpoints.checkpoint import RunState
@@ -54,16 +54,19 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
         parts.actor.beside = partial(_log_samples, log, step, collected.batch)
         batch, row = _add_advantages(config, log, collected, step)
         row |= at.validation() if validates else {}
+        everything = batch + collected.left_out
+        drawn = []  # where the data answers
         if parts.answers is None:
-            batch = log.timeline.correct_times(batch, [report.node for report in parts.rollout.group.reports])
+            drawn = log.timeline.correct_times(everything, [report.node for report in parts.rollout.group.reports])
         require_fresh(config, batch, parts.actor.version)
-        row |= measured.batch_metrics(batch, parts.actor.version) | measured.stage_metrics(collected.requested_s, batch)
+        row |= measured.response_metrics(everything) | measured.staleness_metrics(batch, parts.actor.version)
+        row |= measured.stage_metrics(collected.requested_s, drawn)
         ahead = batches.prompts_ahead(step)
         state = replace(state, step=step, prompts=parts.prompts.state(), ahead=ahead, row=measured.keep_finite(row))
         log.checkpoints.train(state)
         row |= stream.update(batch, step)
-        n_tokens, stages = sum(sample.n_tokens for sample in batch), StepStages.from_batch(batch, at.started)
-        del collected, batch, stream  # their arrays leave the object store before the next ones come
+        n_tokens, stages = sum(sample.n_tokens for sample in everything), StepStages.from_samples(drawn, at.started)
+        del collected, batch, everything, drawn, stream  # their arrays leave the object store before the next ones come
         at.updated = time.monotonic()
         _push(config, parts, at, partial(_request, config, batches, ends, step))
         began = None if config.cluster.offload is True else at.done
@@ -134,8 +137,9 @@ def _push(config: Config, parts: Parts, at: StepTimes, request: Callable[[], Non
         return
     if parts.answers is None:
         parts.sync.push()
-    at.done = time.monotonic()
-    request()
+        at.done = time.monotonic()
+    request()  # where the data answers, it pushes for a validation
+    at.done = at.done or time.monotonic()
 
 
 def _add_advantages(
@@ -143,14 +147,13 @@ def _add_advantages(
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """Return the batch with its advantages, and what these and its settings measure.
 
-    Raises RunFailed where rewards failed on too many samples, which are logged.
+    Raises RunFailed where rewards failed on too many samples, of which those are logged, or the batch where none did.
     """
     try:
-        require_rewards(config, collected.all_samples)
+        batch, row = with_advantages(config, collected.batch, collected.left_out)
     except RunFailed:  # why is in the samples
-        log.samples.write(step, collected.batch)
+        log.samples.write(step, collected.failed or collected.batch)
         raise
-    batch, row = with_advantages(config, collected.batch)
     if config.rollout.horizon.start is not None:
         row["response/limit"] = float(config.rollout.limit_at(step))
     return batch, row

@@ -145,10 +145,11 @@ def _mean(rows: list[dict[str, Any]], name: str) -> int | None:
 
 def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
     """Return the mean tokens of a prompt: all of a step's tokens, without the responses'."""
-    samples = config.trainer.batch_size * config.rollout.n
+    n, groups = config.rollout.n, config.trainer.batch_size  # of dynamic sampling as many as were drawn
     needed = ("perf/tokens_per_second", "timing_s/step", "response/length_mean")
     lengths = [
-        row["perf/tokens_per_second"] * row["timing_s/step"] / samples - row["response/length_mean"]
+        row["perf/tokens_per_second"] * row["timing_s/step"] / (row.get("reward/groups", groups) * n)
+        - row["response/length_mean"]
         for row in rows
         if all(name in row for name in needed)
     ]

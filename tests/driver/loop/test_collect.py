@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.algorithms.training_samples import require_rewards
+from gkd.algorithms.training_samples import with_advantages
 from gkd.config import Config, load
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.loop.collect import Batches, requests_of, scoring_of
 from gkd.driver.loop.train import train
 from gkd.errors import ConfigError, RunFailed
+from gkd.planning.layout import with_settings
 from gkd.types import Prompt, SampleRequest, Scoring, TrainingSample
 from tests.samples import training_sample
 
@@ -61,9 +62,9 @@ def collected(config: Config, engines: Engines) -> list[int]:
     batches = Batches(config, PromptStream(PROMPTS, seed=0), rollout, 50, RunState(step=2))
     batches.dispatch(version=2)
     collected = batches.collect(step=3)
-    require_rewards(config, collected.all_samples)
+    with_advantages(config, collected.batch, collected.left_out)
     assert len(collected.batch) == config.trainer.batch_size * config.rollout.n
-    assert len(collected.all_samples) == sum(map(len, engines.calls))
+    assert len(collected.batch + collected.left_out) == sum(map(len, engines.calls))
     prompts = [sample.prompt_id for sample in collected.batch]
     assert prompts[::2] == prompts[1::2]
     return prompts[::2]
@@ -171,23 +172,29 @@ def test_rewards_that_fail_on_what_is_sampled_again_count() -> None:
         collected(grpo(20), Engines(worth))
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int) -> None:
-    """They show what the function failed on."""
-    written: list[int] = []
+@pytest.mark.parametrize(("rounds", "fails_on"), [(1, range(100)), (3, range(100)), (30, range(0, 100, 4))])
+def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int, fails_on: Sequence[int]) -> None:
+    """They show what the function failed on, though dynamic sampling left them out of the batch."""
+    written: list[TrainingSample] = []
+
+    def worth(request: SampleRequest) -> float | str:
+        return "ValueError: no" if request.prompt.id in fails_on else float(request.prompt.id % 2 * request.index)
+
     parts: Any = SimpleNamespace(
         prompts=PromptStream(PROMPTS, seed=0),
-        rollout=Engines(lambda request: "ValueError: no"),
+        rollout=(engines := Engines(worth)),
         vocab_size=50,
         actor=SimpleNamespace(fits=lambda lengths: True),
         answers=None,
     )
     log: Any = SimpleNamespace(
-        stops_early=False, samples=SimpleNamespace(write=lambda step, samples: written.append(len(samples)))
+        stops_early=False, samples=SimpleNamespace(write=lambda step, samples: written.extend(samples))
     )
+    strict = with_settings(grpo(rounds), {"reward.max_failed_share": 0.01})
     with pytest.raises(RunFailed, match="reward accuracy"):
-        train(grpo(rounds), parts, log, RunState())
-    assert written == [8]
+        train(strict, parts, log, RunState())
+    failed = [request.prompt.id for call in engines.calls for request in call if request.prompt.id in fails_on]
+    assert failed and sorted(sample.prompt_id for sample in written) == sorted(failed)
 
 
 def test_the_teacher_and_what_was_sampled_are_at_one_temperature() -> None:

@@ -28,8 +28,9 @@ from gkd.driver.validation.early_stop import EarlyStop
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
-from gkd.types import VersionSpan
+from gkd.types import SampleRequest, VersionSpan
 from tests.driver.loop.test_collect import PROMPTS, Engines, grpo
+from tests.samples import training_sample
 
 REPORT = SimpleNamespace(
     worker=SimpleNamespace(group="actor", rank=0, node="here"), sent=0.0, received=1.0,
@@ -37,8 +38,8 @@ REPORT = SimpleNamespace(
 )  # fmt: skip
 
 
-def three_steps(max_staleness: int = 0) -> Config:
-    config = grpo(1)
+def three_steps(max_staleness: int = 0, rounds: int = 1) -> Config:
+    config = grpo(rounds)
     trainer = config.trainer.model_copy(update={"total_steps": 3, "val_every": 2})
     schedule = config.schedule.model_copy(update={"max_staleness": max_staleness})
     return config.model_copy(update={"trainer": trainer, "schedule": schedule})
@@ -57,12 +58,17 @@ class Played:
     max_staleness: int = 0
     offload: bool = False
     logging_s: float = 0.0
+    sampling_s: float = 0.0
+    pushing_s: float = 0.0
+    ordered: int = 0
     calls: list[tuple[str, float]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     version: int = 0
     step: int = 0
     sets_at: tuple[int, ...] = ()
     supervised: bool = False
+    rounds: int = 1
+    worth: Callable[[SampleRequest], float] = lambda request: float(request.index)
     most: int = 8
     """Samples of which the actor holds so many at a time."""
     behind: int = 0  # updates, that samples are
@@ -78,13 +84,17 @@ class Played:
 
     def submit(self, requests: Sequence[Any], order: int = 0) -> list[Any]:
         self.calls.append(("sample", order))
+        self.ordered = order
         self.seeds += [request.seed for request in requests]
         return list(requests)
 
     def collect_in_order(self, requests: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
-        self.step += 1
+        self.step = self.ordered if self.rounds > 1 else self.step + 1
         self.note("collect")
-        samples = Engines(lambda request: float(request.index)).finished(requests)
+        samples = Engines(self.worth).finished(requests)
+        if self.rounds > 1:
+            time.sleep(self.sampling_s)
+            samples = [replace(sample, generated_s=time.time(), scored_s=time.time()) for sample in samples]
         version = 0 if self.supervised else max(0, self.version - self.behind)
         held = [replace(sample, ref=Arrays(), versions=(VersionSpan(0, 1, version),)) for sample in samples]
         self.arrays += [weakref.ref(sample.ref) for sample in held]
@@ -123,6 +133,7 @@ class Played:
 
     def push(self) -> None:
         self.note("push")
+        time.sleep(self.pushing_s)
         self.held_at_push.append(sum(arrays() is not None for arrays in self.arrays))
 
     def sets_due(self, step: int, rest: bool = False) -> list[int]:
@@ -154,7 +165,7 @@ class Played:
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
 
     def run(self, start: RunState, stop_early: dict[str, Any] | None = None) -> dict[str, float]:
-        config = three_steps(self.max_staleness)
+        config = three_steps(self.max_staleness, self.rounds)
         cluster = config.cluster.model_copy(update={"offload": self.offload})
         config = config.model_copy(update={"cluster": cluster})
         if self.supervised:
@@ -228,12 +239,16 @@ def test_the_timeline_has_what_the_driver_itself_does(tmp_path: Path) -> None:
 
 
 def test_engines_that_only_validate_get_weights_for_that_alone(tmp_path: Path) -> None:
-    run = Played(tmp_path, supervised=True, sets_at=(2,))
+    run = Played(tmp_path, supervised=True, sets_at=(2,), pushing_s=0.05)
     run.run(RunState())
     assert [call for call in run.calls if call[0] in ("update", "push", "validate")] == [
         ("update", 1), ("update", 2), ("push", 2), ("update", 3), ("push", 3), ("validate", 3),
     ]  # fmt: skip
     assert [row["staleness/max"] for row in run.rows()] == [0, 1, 2]
+    for row in run.rows():  # nothing is sampled, and the push counts where other recipes' does
+        assert not {"timing_s/generate", "timing_s/score"} & row.keys()
+        assert ("perf/waits_for/rollout" in row) == ("timing_s/validation" in row)
+    assert [row["timing_s/sync"] >= 0.05 for row in run.rows()] == [False, True, True]
 
 
 def test_the_arrays_of_a_batch_are_let_go_of_with_its_update(tmp_path: Path) -> None:
@@ -255,6 +270,33 @@ def test_a_row_has_what_every_part_measured(tmp_path: Path) -> None:
         assert row["memory/actor/process_gb"] == 1.0
         assert row["timing_s/step"] >= row["timing_s/update"] + row["timing_s/sync"]
         assert row["perf/tokens_per_second"] == pytest.approx(2 * row["perf/tokens_per_second_per_gpu"])
+
+
+def test_what_dynamic_sampling_left_out_took_its_time_and_is_what_the_student_writes(tmp_path: Path) -> None:
+    def worth(request: SampleRequest) -> float:
+        return float(request.index and request.prompt.id % 2)  # the even prompts are left out
+
+    run = Played(tmp_path, rounds=20, worth=worth, sampling_s=0.05)
+    HERE.take()
+    run.run(RunState())
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    drawn = [
+        sum(call == ("collect", step) for call in run.calls) for step in (1, 2, 3)
+    ]  # rounds of each step, the last one after all others
+    assert max(drawn) > 1
+    for row, n_rounds in zip(run.rows(), drawn, strict=True):
+        assert row["reward/groups"] > 4 or n_rounds == 1
+        assert row["reward/equal_groups"] == pytest.approx(1 - 4 / row["reward/groups"])
+        assert row["timing_s/generate"] > 0.05 * n_rounds
+        n_tokens = training_sample().n_tokens * 2 * row["reward/groups"]
+        assert row["perf/tokens_per_second"] * row["timing_s/step"] == pytest.approx(n_tokens)
+        (lane,) = (e["pid"] for e in events if e["ph"] == "M" and e["args"]["name"] == "driver")
+        (sampled,) = (
+            e["dur"] / 1e6
+            for e in events
+            if e["ph"] == "X" and (e["pid"], e["name"], e["args"]["step"]) == (lane, "generate", row["step"])
+        )
+        assert sampled > 0.05 * n_rounds
 
 
 def test_a_sample_older_or_newer_than_is_allowed_ends_the_run_before_it_is_learned_from(
