@@ -182,7 +182,7 @@ def progress_line(run: RunFiles) -> str:
         each = fmean(seconds[1:] or seconds)  # a first step warms caches up and is no measure of the others
         parts += [f"{last['timing_s/step']:.2f} s/step", f"{clock(each * (run.total_steps - step))} left"]
     shown = (
-        "reward/mean", "distill/loss", "actor/supervised_loss", "val/accuracy", "val/reverse_kl", "val/loss",
+        "reward/mean", "distill/loss", "actor/cross_entropy", "val/accuracy", "val/reverse_kl", "val/loss",
         "response/clip_ratio",
     )  # fmt: skip
     parts += [f"{name} {last[name]:.4g}" for name in shown if name in last]

@@ -16,6 +16,10 @@ from gkd.losses.off_policy import importance
 from gkd.losses.policy_gradient import kl_penalty
 from gkd.losses.position import position_losses
 
+SAMPLED, GIVEN = "sampled_share", "given_share"
+"""Tokens that the student sampled and those of the data's own answers, 1 or 0 each: metrics of one kind alone are to be
+divided by their sums."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchMetrics:
@@ -76,6 +80,9 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             parts = {name: (loss * micro.weights).sum() for name, loss in losses.items()}
             total = sum(parts.values(), start=hidden.new_zeros(()))
             measured = MicroBatchMetrics({"actor/loss": total, **parts}, sums)
+            if algorithm.learns_answers:
+                given = micro.sampler_logprobs.isnan()
+                sums |= {SAMPLED: (~given).to(log_q.dtype), GIVEN: given.to(log_q.dtype)}
             if not algorithm.is_supervised:  # nobody sampled
                 old_logprobs = trainers if micro.old_logprobs is None else micro.old_logprobs
                 add_mismatch(measured, old_logprobs, micro.sampler_logprobs)
@@ -152,7 +159,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
     supervised = values.pop("supervised", None)
     weights = importance(micro, log_q, algorithm) if algorithm.weighs_samples else None
     if weights is not None and algorithm.importance_sampling.level in ("token", "sequence"):
-        sums["actor/importance_weight"] = weights.importance_weights
+        sums["actor/importance_weight"] = weights.importance_weights * weights.sampled
     if algorithm.distils:
         losses["distill/loss"] = values.pop("distill")
         if weights is not None and algorithm.loss.is_policy_gradient:
@@ -166,6 +173,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
     if supervised is not None:
         own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
         losses["actor/supervised_loss"] = algorithm.cross_entropy_weight * supervised * own
+        sums["actor/cross_entropy"] = supervised * own
     if algorithm.needs_reference:
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None
@@ -189,11 +197,13 @@ def logprobs(micro: MicroBatch, config: Config, roomy: bool = False) -> Callable
 def add_mismatch(measured: MicroBatchMetrics, trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> None:
     """Measure how far trainer and sampler disagree on the same weights, over N tokens.
 
-    KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020). The data's own
-    answers, which nobody sampled, count as agreed on.
+    KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020); 0 for the
+    data's own answers, which nobody sampled.
     """
-    log_ratio = torch.where(sampler_logprobs.isnan(), 0.0, trainer_logprobs - sampler_logprobs)
+    given = sampler_logprobs.isnan()
+    log_ratio = torch.where(given, 0.0, trainer_logprobs - sampler_logprobs)
     ratio = log_ratio.exp()
     measured.sums["mismatch/kl"] = ratio - 1 - log_ratio
+    ratio = torch.where(given, 0.0, ratio)
     measured.sums["mismatch/is_ratio_mean"] = ratio
     measured.largest["mismatch/is_ratio_max"] = ratio.max() if len(ratio) else ratio.sum()

@@ -22,7 +22,7 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE = 40
 """Characters of a curve."""
 CURVES = (
-    "val/accuracy", "val/reverse_kl", "reward/mean", "distill/loss", "actor/supervised_loss",
+    "val/accuracy", "val/reverse_kl", "reward/mean", "distill/loss", "actor/cross_entropy",
     "actor/kl_reference", "actor/entropy", "response/length_mean", "actor/grad_norm", "perf/tokens_per_second",
 )  # fmt: skip
 """Metrics that have a curve, where they are measured; and each other val/* one."""

@@ -124,7 +124,7 @@ class Progress:
             ("reward", "reward/mean", "z.3f"),
             ("loss", "distill/loss", "z.4f"),
             ("kl", "distill/reverse_kl", "z.4f"),
-            ("cross-entropy", "actor/supervised_loss", ".4f"),
+            ("cross-entropy", "actor/cross_entropy", ".4f"),
             ("length", "response/length_mean", ".1f"),
             ("tok/s", "perf/tokens_per_second", ",.0f"),
             ("s/step", "timing_s/step", ".2f"),

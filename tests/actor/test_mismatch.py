@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
 from gkd.config.compose import compose
+from gkd.planning.layout import with_settings
 from gkd.types import TrainingSample, VersionSpan
 from tests.actor import models
 from tests.samples import training_sample
@@ -103,3 +105,44 @@ def test_only_weights_that_engines_have_are_compared_with_theirs(
     assert "mismatch/kl" in first
     assert second.get("mismatch/kl") == (first["mismatch/kl"] if recipe == "grpo" else None)
     assert "mismatch/kl" in trainer.update(samples, weights, n, 2)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("kinds", ["sgsg", "gggg", "ssss"])
+def test_metrics_of_sampled_and_of_given_tokens_are_means_over_these(
+    kinds: str, max_staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the share of the data's own answers: the others are not thinned out by them."""
+    models.make("llama").save_pretrained(tmp_path)
+    settings = ["algorithm.on_policy_share=0.5", "algorithm.supervised_weight=0.3", "algorithm.kl.coef=0.1"]
+    config = with_settings(
+        compose(["+recipe=on_policy_distill", *settings, "schedule.in_flight=true", "schedule.max_staleness=1"]),
+        {"schedule.max_staleness": max_staleness},
+    )
+    scored = [
+        dataclasses.replace(one, reference=one.sample.sampled_logprobs - 0.25) for one in models.scored(4, models.VOCAB)
+    ]
+    for one, kind in zip(scored, kinds, strict=True):
+        if kind == "g":
+            one.sample.logprobs[one.sample.sampled] = np.nan
+    monkeypatch.setattr(training, "fetch_samples", lambda samples, _: [scored[sample.slot] for sample in samples])
+    samples, cpu = [models.on_driver("ref", i, one) for i, one in enumerate(scored)], torch.device("cpu")
+
+    def metrics_of(kind: str) -> dict[str, float]:
+        student = load(tmp_path)
+        trainer = RankTrainer(student, adamw(student, config.actor), Staging(cpu), config, 0, 1, cpu)
+        chosen = [sample for sample, its in zip(samples, kinds, strict=True) if its in kind]
+        n = sum(sample.n_sampled for sample in chosen)
+        return trainer.update(chosen, [1.0 / n] * len(chosen), n, 1) if chosen else {}
+
+    both, sampled, given = metrics_of("sg"), metrics_of("s"), metrics_of("g")
+    of_sampled = {"mismatch/kl", "mismatch/is_ratio_mean", "mismatch/is_ratio_max"}
+    of_sampled |= {"actor/kl_reference"} if config.algorithm.needs_reference else set()
+    assert {name for name in both if name in of_sampled} == (of_sampled if "s" in kinds else set())
+    assert ("actor/cross_entropy" in both) == ("g" in kinds)
+    for name in of_sampled & both.keys():
+        assert both[name] == pytest.approx(sampled[name], rel=1e-5)
+    if "g" in kinds:
+        assert both["actor/cross_entropy"] == pytest.approx(given["actor/cross_entropy"], rel=1e-5)
+        assert given["actor/supervised_loss"] == pytest.approx(0.3 * given["actor/cross_entropy"], rel=1e-5)
+    assert not {name for name in both if name.endswith("share") and not name.startswith("mismatch/")}
