@@ -70,8 +70,12 @@ def one_line(text: object) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of any kind in one line: its class and its message."""
-    return one_line(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {one_line(error)}"
+    """Return an error of any kind in one line: its class and its message; of a signal, that it stopped the program."""
+    if isinstance(error, RemoteError):
+        return one_line(error)
+    if isinstance(error, SignalExit | KeyboardInterrupt):
+        return f"stopped by {error.signal if isinstance(error, SignalExit) else 'Ctrl-C'}"
+    return f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
 
 
 def describe_place(trace: str) -> str:

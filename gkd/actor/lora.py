@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from gkd.config import Lora
+from gkd.config import Lora, suggest
 from gkd.errors import ConfigError, one_line
 
 ADAPTER = "default"
@@ -41,10 +41,12 @@ def require_adaptable(path: str, settings: Lora) -> None:
 def add_adapter(lm: nn.Module, settings: Lora) -> None:
     """Put an adapter beside every targeted layer, in place, and freeze everything else.
 
-    Raises ConfigError when the targets match nothing, a layer that is no linear one, or one that shares its weight with
+    Raises ConfigError when a target matches nothing, a layer that is no linear one, or one that shares its weight with
     another, as a tied head, whose adapter would change that one too.
     """
     targets = _linear_layers(lm) if settings.target_modules == ALL else settings.target_modules
+    if not isinstance(settings.target_modules, str):
+        _require_layers(settings.target_modules, [name for name, _ in lm.named_modules()])
     try:
         inject_adapter_in_model(_lora_config(settings, targets), lm)
     except ValueError as error:
@@ -63,6 +65,16 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     for name, parameter in lm.named_parameters():
         if is_adapter(name):  # trained, so in float32, whatever it is beside
             parameter.data = parameter.data.float()
+
+
+def _require_layers(targets: Sequence[str], layers: Sequence[str]) -> None:
+    """Raise ConfigError, naming it, for a target that no layer's name is or ends with: peft lets it pass beside one."""
+    for target in targets:
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            last = {layer.rpartition(".")[2] for layer in layers}
+            raise ConfigError(
+                f"actor.lora.target_modules={targets}: the model has no layer {target}{suggest(target, sorted(last))}"
+            )
 
 
 def _is_linear(module: nn.Module) -> bool:

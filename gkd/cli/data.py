@@ -8,9 +8,12 @@ data.val_sets. Exit codes: 0 there is something to train on; 2 there is not, or 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 
 from gkd.errors import Parser, end_with_reader, entry_point  # imports nothing that may be missing
+
+log = logging.getLogger("gkd")
 
 
 @entry_point
@@ -21,11 +24,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
     from gkd.config.compose import compose_run
+    from gkd.config.doubts import doubtful_line_ends
     from gkd.driver.inputs.preview import preview, show
     from gkd.observability.progress import console, log_to
 
     config, out = compose_run(options.overrides), console()
     log_to(out)
+    for doubt in doubtful_line_ends(config):
+        log.warning(doubt)
     seen = preview(config, out.print)
     with end_with_reader():
         show(seen, config, out, options.rows)

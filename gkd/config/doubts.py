@@ -36,6 +36,11 @@ _RATES = {
 """By whether a teacher's divergence or the data's answers are learned from, and whether adapters are trained."""
 
 
+_LATEX = "abla|atural|e|earrow|eg|eq|exists|geq|i|leq|mid|ormalsize|ot|otin|u|warrow|onumber|ewline"
+_TWO_CHARACTERS = re.compile(rf"\\n(?!(?:{_LATEX})(?![a-z]))")
+"""A backslash and an n, which are no command of LaTeX."""
+
+
 def rates(config: Config) -> Rates:
     """Return the rates that are usual for a run."""
     return _RATES[not config.algorithm.policy_weight or config.algorithm.distils, config.actor.lora.r is not None]
@@ -45,7 +50,7 @@ def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
     yield from _idle_pools(config)
     yield from _idle_settings(config)
-    yield from _line_ends(config)
+    yield from doubtful_line_ends(config)
     yield from filter(
         None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness, _truncation))
     )
@@ -80,7 +85,7 @@ def _idle_settings(config: Config) -> Iterator[str]:
             yield f"{section}.{name}={str(value).lower()} changes nothing without {section}.{needed}"
 
 
-def _line_ends(config: Config) -> Iterator[str]:
+def doubtful_line_ends(config: Config) -> Iterator[str]:
     """Yield a warning for each text in which ``\\n`` is two characters, as a shell and Hydra leave it."""
     texts = {
         "data.prompt_template": config.data.prompt_template or "",
@@ -88,7 +93,7 @@ def _line_ends(config: Config) -> Iterator[str]:
         "rollout.stop": " ".join(config.rollout.stop),
     }
     for setting, text in texts.items():
-        if re.search(r"\\n(?![a-z])", text):  # and not LaTeX's \\neq
+        if _TWO_CHARACTERS.search(text):
             yield (
                 f"{setting} holds a backslash and an n, which are no line's end: in bash the setting typed between $' "
                 "and ' has one"

@@ -86,7 +86,8 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
             raise ConfigError(
                 f"{row.place}: {key!r} is or holds a {kind}; an answer is text, a number, a list of these, or messages"
             )
-    return tuple(str(answer) for answer in answers if not is_missing(answer))
+    texts = [str(answer) for answer in answers if not is_missing(answer)]
+    return tuple(text for text in texts if text.strip())  # an empty field of a table is none
 
 
 def tools_of(row: Row) -> tuple[dict[str, Any], ...]:

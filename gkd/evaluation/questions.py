@@ -89,19 +89,24 @@ def load_questions(
     answered = any(prompt.answer is not None for prompt in loaded.prompts)
     if not answered and (settings.pass_k or not settings.rewards):
         raise ConfigError(
-            f"{section}.{name}: no reference answers (its own answer_key) and no rewards: nothing can be measured"
+            f"{section}.{name}: no reference answers ({_describe_key(settings)}) and no rewards: "
+            "nothing can be measured"
         )
     own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
     keys = question_keys((prompt, row.find(settings.prompt_key) or row.values) for prompt, row in own)
     questions = []
     for key, (prompt, row) in zip(keys, own, strict=True):
-        if answered and not (prompt.answer or "").strip():
+        if answered and prompt.answer is None:
             raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
         questions.append(Question(key, prompt, row.values, difficulty, settings.chat_template_kwargs))
     return Questions(name, settings, questions, loaded.n_too_long, f"{section}.{name}")
+
+
+def _describe_key(settings: EvalSet) -> str:
+    return "its own answer_key" if settings.answer_key is None else f"answer_key={settings.answer_key}"
 
 
 def _data(name: str, settings: EvalSet, longest: int) -> Data:

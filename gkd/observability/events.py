@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from gkd.cluster.session.shutdown import received_signal
 from gkd.config import Config
 from gkd.durable import reason
 from gkd.errors import describe_error
@@ -81,7 +82,8 @@ class Events(logging.Handler):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        how = "finished" if error is None else describe_error(error)
+        signalled = received_signal() if isinstance(error, SystemExit) else None  # which a call into Ray makes 0 or 1
+        how = "finished" if error is None else describe_error(signalled or error)
         last = max(0, self.step - (error is None))  # of a run that has finished none is under way
         note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", step=last, failed=kind is not None)
         log.removeHandler(self)

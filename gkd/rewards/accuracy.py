@@ -28,6 +28,9 @@ from gkd.rewards.comparison import (
 from gkd.rewards.completion import Completion, RewardFunction
 from gkd.rewards.quantity import SCALES, Quantity, quantity
 
+_FULL_WIDTH = {0xFEE0 + ord(character): character for character in "0123456789+-./=%"}
+"""Digits and signs as Chinese and Japanese texts may have them, and what they stand for."""
+
 
 class Accuracy(RewardFunction):
     """Gives 1.0 to a response that gives the reference answer, else 0.0; see :func:`agreement`."""
@@ -67,6 +70,7 @@ def agreement(response: str, answer: str) -> float:
     counts, and words and choices do. Here a number without a unit agrees with one that has one, and 50% with 50 and
     0.5; lists in brackets, or such as ``x=5, y=6``, are in order; ``5, 6`` and ``\{5, 6\}`` are in none.
     """
+    response, answer = response.translate(_FULL_WIDTH), answer.translate(_FULL_WIDTH)
     if " ".join(response.split()) == " ".join(answer.split()):
         return 1.0
     stated = stated_answer(answer)

@@ -110,7 +110,12 @@ def test_only_the_adapter_is_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(["nothing"], r"target_modules=\['nothing'\]: .*nothing"), (["embed_tokens"], r"embed_tokens .*linear layer")],
+    [
+        (["nothing"], r"target_modules=\['nothing'\]: .*nothing"),
+        (["embed_tokens"], r"embed_tokens .*linear layer"),
+        (["q_proj", "v_porj"], r"target_modules=.*: .*v_porj \(.*v_proj\?\)"),  # peft adapts the first, and no word
+        (["q_proj", "proj"], r"no layer\b.* proj"),
+    ],
 )
 def test_targets_that_cannot_be_adapted(targets: list[str], message: str, tmp_path: Path) -> None:
     base("llama").save_pretrained(tmp_path)

@@ -57,6 +57,12 @@ def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureF
     assert "prompted differently" in capsys.readouterr().err
 
 
+def test_a_template_in_which_a_line_does_not_end_is_warned_of(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = 'data.prompt_template="{question}\\nanswer:"'
+    assert main([*arguments(files), "teacher.chat_template=student", template, "--rows", "1"]) == 0
+    assert contains_in_order(capsys.readouterr().out, "data.prompt_template", "backslash")
+
+
 def test_models_to_evaluate_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "models.base=/tmp/none", "+sets=gsm8k"]) == 2
     assert contains_in_order(capsys.readouterr().err, "models.*", "gkd evaluate")

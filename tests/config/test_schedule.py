@@ -111,9 +111,12 @@ def test_a_text_in_which_a_line_does_not_end_is_warned_of() -> None:
     """Neither a shell nor Hydra makes a line's end of it, so that such a text to stop at never came."""
     backslash_n = "\\n"
 
-    def warnings(end: str) -> list[str]:
-        texts = [f'data.prompt_template="{{q}}{end}Answer:"', f'rollout.stop=["{end}{end}"]']
-        return list(doubts(compose(["+recipe=grpo", *texts, 'data.system_prompt="Is x \\\\neq y?"'])))
+    def warnings(end: str, answer: str = "Answer") -> list[str]:
+        texts = [f'data.prompt_template="{{q}}{end}{answer}:"', f'rollout.stop=["{end}{end}"]']
+        latex = r"Is x \\neq y, or \\nu \\ne 2 \\nabla_x?"
+        return list(doubts(compose(["+recipe=grpo", *texts, f'data.system_prompt="{latex}"'])))
 
-    assert [warning.partition(" ")[0] for warning in warnings(backslash_n)] == ["data.prompt_template", "rollout.stop"]
+    for answer in ("Answer", "answer", "Now", "now"):
+        named = [warning.partition(" ")[0] for warning in warnings(backslash_n, answer)]
+        assert named == ["data.prompt_template", "rollout.stop"]
     assert warnings("\n") == []

@@ -83,6 +83,8 @@ def test_the_assistants_last_message_is_the_answer_where_asked() -> None:
         (0.5, ("0.5",)),
         (float("nan"), ()),
         ([float("inf"), "a", float("nan")], ("a",)),
+        ("", ()),
+        (["a", " \n", "b "], ("a", "b ")),
     ],
 )
 def test_several_answers(value: Any, answers: tuple[str, ...]) -> None:

@@ -60,9 +60,14 @@ def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) ->
     ("rows", "settings", "message"),
     [
         (
+            [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": " "}],
+            {},
+            r"x.jsonl line 2: evaluate.sets.letters.answer_key=answer: ",
+        ),
+        (
             [{"prompt": "a", "answer": " "}],
             {},
-            r"x.jsonl line 1: evaluate.sets.letters.answer_key=answer: ",
+            r"sets.letters: .*\(answer_key=answer\)",
         ),
         (
             ROWS,

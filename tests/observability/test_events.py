@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gkd.cluster.session import shutdown
 from gkd.config import Config
 from gkd.config.output_files import whole_lines
-from gkd.errors import ConfigError, RunFailed
+from gkd.errors import ConfigError, RunFailed, SignalExit
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
 from gkd.observability.tracking import MetricsLog, Trackers
@@ -66,6 +68,26 @@ def test_a_run_that_fails_and_goes_on_appends(tmp_path: Path) -> None:
     assert (resumed["kind"], resumed["step"]) == ("resume", 7)
     log.warning("after the end")
     assert len(rows(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "received", "text"),
+    [
+        (SignalExit(signal.SIGTERM), [(signal.SIGTERM, 0.0)], "stopped by SIGTERM after"),
+        (SystemExit(1), [(signal.SIGHUP, 0.0)], "stopped by SIGHUP after"),  # Ray makes that of it
+        (KeyboardInterrupt(), [], "stopped by Ctrl-C after"),
+        (SystemExit(1), [], "SystemExit: 1 after"),
+        (TimeoutError(), [], "TimeoutError after"),
+    ],
+)
+def test_a_run_that_was_stopped_ends_with_the_signals_name(
+    error: BaseException, received: list[tuple[int, float]], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown, "_received", received)
+    with pytest.raises(type(error)), Events(tmp_path / "events.jsonl"):
+        raise error
+    (end,) = rows(tmp_path)
+    assert end["text"].startswith(f"{text} ")
 
 
 def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from gkd.cluster.session.shutdown import (
     end_unless_done,
     ignore_signals,
     keep_exit_code,
-    restore_sigterm_handler,
+    keep_sigterm_handler,
     run_within,
     shield_children_from_hangups,
 )
@@ -174,7 +174,7 @@ def join(address: str, setting: str = "cluster.address") -> None:
     if address != "auto":
         require_cluster(address, setting, CONNECT_TIMEOUT_S)
     try:
-        with restore_sigterm_handler(), end_unless_done(START_TIMEOUT_S, f"joining the Ray cluster at {address}"):
+        with keep_sigterm_handler(), end_unless_done(START_TIMEOUT_S, f"joining the Ray cluster at {address}"):
             ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "auto" and isinstance(error, ConnectionError):
@@ -247,7 +247,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
             with (
                 _environment(environment),
                 start_needed_servers_only(),
-                restore_sigterm_handler(),
+                keep_sigterm_handler(),
                 shield_children_from_hangups(),
                 start_servers_in_own_groups(),
                 end_unless_done(START_TIMEOUT_S, "starting Ray"),

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gkd.errors import SignalExit
 
@@ -78,17 +78,34 @@ def received_signal() -> SignalExit | None:
 
 
 @contextlib.contextmanager
-def restore_sigterm_handler() -> Iterator[None]:
-    """Put the SIGTERM handler back that ``ray.init`` replaces by its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+def keep_sigterm_handler() -> Iterator[None]:
+    """Have SIGTERM come to the program's own handler while ``ray.init`` runs, and after it.
+
+    Ray puts a handler of its own in place, which exits with code 15, and while it connects one in C, which prints a
+    stack and aborts: a SIGTERM that comes to this thread then waits until the program's own is back. Nothing is started
+    meanwhile, so that no process inherits that.
+    """
+    own = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or own is signal.SIG_DFL:
+        yield  # Ray's own at least exits in order
         return
-    before = signal.getsignal(signal.SIGTERM)
+    from ray._private import utils, worker  # there is no public way
+
+    connect, set_handler = worker.connect, utils.set_sigterm_handler
+
+    def connect_undisturbed(*args: Any, **kwargs: Any) -> Any:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return connect(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGTERM, own)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    worker.connect, utils.set_sigterm_handler = connect_undisturbed, lambda handler: None
     try:
         yield
     finally:
-        if before is not signal.SIG_DFL:  # Ray's own at least exits in order
-            signal.signal(signal.SIGTERM, before)
+        worker.connect, utils.set_sigterm_handler = connect, set_handler
 
 
 @contextlib.contextmanager

@@ -315,7 +315,7 @@ def _require_answers(config: Config, train: PromptSet) -> None:
     why = f"reward.functions={comparing[0]} compares with it" if comparing else "it is to be learned from"
     if not comparing and not config.algorithm.learns_answers:
         return
-    lacking = [prompt for prompt in train.prompts if not (prompt.answer or "").strip()]
+    lacking = [prompt for prompt in train.prompts if prompt.answer is None]
     if len(lacking) == len(train.prompts) and config.data.answer_key is None:
         raise ConfigError(
             f"data.answer_key is not set, the training rows have no text or number as {VERL_ANSWER}, and {why}"

@@ -95,6 +95,11 @@ AFTER_A_MARKER = [
     ("<think>71</think>It is 72.", GSM8K, True),
 ]
 NUMBERS = [
+    ("\uff11\uff12", "12", True),
+    ("答案是 \uff11\uff12\uff0e\uff15。", "12.5", True),
+    ("\uff11\uff12", "\uff11\uff12", True),
+    ("共\uff0d\uff13", "-3", True),
+    ("\uff11\uff13", "12", False),
     ("0.5", "1/2", True),
     ("so it is 1/2.", "0.5", True),
     ("$\\frac{1}{2}$", "0.5", True),

@@ -1,7 +1,8 @@
 """A run that takes its workers, tells where it is, and stays until it is ended from outside.
 
 With the argument `starting` it tells before Ray starts, to be ended while Ray does; with `connecting` once Ray's
-servers are started and it is not connected to them; with `hanging` Ray's start takes more than the second that it has.
+servers are started and it connects to them, with `disconnected` where it never does; with `hanging` Ray's start takes
+more than the second that it has.
 `impatient` shortens the deadline of giving back. `waiting` waits for a call and has a second to finish without Ray's
 control service; `joined` does so on the cluster that RAY_ADDRESS names. Otherwise it has done what it had to do when
 that is gone.
@@ -43,6 +44,9 @@ def run():
         session_module.START_TIMEOUT_S = 1.0
         session_module.ray.init = lambda *_, _temp_dir, **__: (tell(_temp_dir), time.sleep(600))
     if sys.argv[1:] == ["connecting"]:
+        joins = worker.connect
+        worker.connect = lambda node, *rest, **more: (tell(node.get_temp_dir_path()), joins(node, *rest, **more))
+    if sys.argv[1:] == ["disconnected"]:
         worker.connect = lambda node, *_, **__: (tell(node.get_temp_dir_path()), time.sleep(600))
     if sys.argv[1:] == ["impatient"]:
         session_module.RELEASE_TIMEOUT_S = 2.0

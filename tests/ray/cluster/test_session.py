@@ -157,7 +157,7 @@ def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save(st
     assert not any(map(alive, pids))
 
 
-@pytest.mark.parametrize(("moment", "delay_s"), [("starting", 2.0), ("connecting", 0.0)])
+@pytest.mark.parametrize(("moment", "delay_s"), [("starting", 2.0), ("disconnected", 0.0)])
 def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(start, moment, delay_s):
     run = start(moment)
     directory, _ = directory_and_pids(run)
@@ -166,6 +166,19 @@ def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(start, moment, delay
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=60) == 130
     assert run.stderr.read() == "stopped by Ctrl-C\n"
+    assert reaper.processes_of(directory) == []
+    assert not Path(directory).exists()
+
+
+@pytest.mark.parametrize(("moment", "delay_s"), [("starting", 0.3), ("connecting", 0.0), ("connecting", 0.1)])
+def test_sigterm_has_its_line_and_code_while_ray_starts(start, moment, delay_s):
+    """Ray puts handlers of its own in place: one that exits with 15 and, as it connects, one that aborts."""
+    run = start(moment)
+    directory, _ = directory_and_pids(run)
+    time.sleep(delay_s)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=60) == 143
+    assert run.stderr.read().splitlines()[-1] == "stopped by SIGTERM"  # below a stack where another thread had it
     assert reaper.processes_of(directory) == []
     assert not Path(directory).exists()
 
