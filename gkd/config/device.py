@@ -30,9 +30,9 @@ class EngineLoad:
     """Holds what an engine is planned for: a model on one device, and the sequences that it works on at a time.
 
     ``n_parameters``: of the model, ``head`` of them the head's, which is the embedding as well where ``tied``. Bytes:
-    ``dtype_bytes`` of a number, ``kv_bytes`` of the keys and values of a token, ``pass_bytes`` of the activations of a
-    token in a forward pass that keeps none. ``longest``: tokens of the longest sequence; ``scored``: the share of
-    tokens that are scored, with the ``top_k`` most likely in the place of each.
+    ``dtype_bytes`` of a number, ``kv_bytes`` of the keys and values of a token, in the mean of the longest sequence,
+    ``pass_bytes`` of the activations of a token in a forward pass that keeps none. ``longest``: tokens of the longest
+    sequence; ``scored``: the share of tokens that are scored, with the ``top_k`` most likely in the place of each.
     """
 
     device: Device

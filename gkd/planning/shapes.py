@@ -18,6 +18,7 @@ from typing import Any, Literal
 from gkd.data.model_info import EXPERTS, longrope_positions
 from gkd.data.tokenizer import read_json, resolve_model
 from gkd.errors import ConfigError
+from gkd.planning.windows import NO_WINDOWS, Windows, read_windows
 
 Norm = Literal["rms", "gemma", "layer"]
 Mlp = Literal["gated", "gelu_new", "gelu"]
@@ -79,6 +80,7 @@ class ModelShape:
     ``root`` holds what is in no layer: embeddings, final norm and, unless tied, the head. ``norms`` is the number of
     norms in a layer, ``qk_norm`` whether queries and keys have one too, ``positions`` the longest sequence (None: no
     limit). ``plain_head``: whether logits are left as the head gives them. ``note`` states what was assumed about it.
+    ``latent``: numbers of a token that a layer with latent attention caches instead of keys and values, else 0.
     """
 
     kind: str
@@ -97,6 +99,8 @@ class ModelShape:
     positions: int | None = None
     note: str = ""
     plain_head: bool = True
+    windows: Windows = NO_WINDOWS
+    latent: int = 0
 
     @cached_property
     def n_layers(self) -> int:
@@ -191,7 +195,10 @@ COUNTS = {
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok",
     "decoder_sparse_step", "n_embd", "n_inner", "n_layer", "n_head", "n_positions",
 }  # fmt: skip
-MAY_BE_0 = {*EXPERTS, "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace"}
+MAY_BE_0 = {
+    *EXPERTS, "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank",
+    "qk_rope_head_dim",
+}  # fmt: skip
 OTHER_PARTS = {"vision_config", "audio_config"}
 LARGEST = 1 << 40  # far beyond any model
 
@@ -262,10 +269,13 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _require_counts(config: Any) -> Mapping[str, Any]:
-    """Return the entries of a config.json that are not null. Raises ValueError for a count that is none."""
+    """Return the entries of a config.json that are not null, which states of a window alone that there is none.
+
+    Raises ValueError for a count that is none.
+    """
     if not isinstance(config, Mapping):
         raise ValueError("it does not describe a model")
-    entries = {name: value for name, value in config.items() if value is not None}
+    entries = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     for name in entries.keys() & (COUNTS | MAY_BE_0):
         value = entries[name]
         if type(value) is not int or not (name not in MAY_BE_0) <= value < LARGEST:
@@ -294,6 +304,8 @@ def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) ->
         kind, hidden, heads, kv_heads, head_dim, vocabulary, tied, _layers(config, family, common, n_layers),
         tuple(root), family.norm, family.norms, family.qk_norm, note=note, plain_head=LOGIT_CHANGES.isdisjoint(config),
         positions=min(filter(None, (config.get("max_position_embeddings"), longrope_positions(config))), default=None),
+        windows=read_windows(config, kind, n_layers),
+        latent=config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0) if config.get("kv_lora_rank") else 0,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
+from gkd.modeling.architecture import count_windowed_layers
 from gkd.planning.shapes import read_shape, shape_of
 
 TINY = {
@@ -100,6 +101,53 @@ def test_a_shard_has_whole_rows(case: str, world: int) -> None:
         model = AutoModelForCausalLM.from_config(config)
     chunks = sum(p.chunk(world)[0].numel() for p in model.parameters())
     assert shape_of(config.to_dict()).shard_size(world) == chunks
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "cohere2": {"model_type": "cohere2"},
+    "exaone4": {"model_type": "exaone4"},
+    "gemma2": {"model_type": "gemma2"},
+    "gemma2, a smaller one": {"model_type": "gemma2", "sliding_window": 8},
+    "gemma3": {"model_type": "gemma3_text"},
+    "gemma3, every second one": {"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2},
+    "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 8},
+    "mistral": {"model_type": "mistral"},
+    "mistral without": {"model_type": "mistral", "sliding_window": None},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "mixtral with": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8},
+    "olmo3": {"model_type": "olmo3"},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3 with": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 3},
+    "qwen2 with": {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 3, "use_sliding_window": True},
+    "qwen2 of few layers": {"model_type": "qwen2", "use_sliding_window": True},
+    "qwen3 moe with": {"model_type": "qwen3_moe", "use_sliding_window": True, **EXPERTS},
+    "layer by layer": {
+        "model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WINDOWED)
+def test_windows_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    written = TINY | {"num_hidden_layers": 8, "num_experts_per_tok": 2} | WINDOWED[case]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = AutoConfig.from_pretrained(tmp_path)
+    windows = read_shape(str(tmp_path), "model.path").windows
+    n_layers = count_windowed_layers(config)
+    assert (windows.n_layers, windows.tokens) == (n_layers, config.sliding_window if n_layers else 0)
+
+
+def test_windows_of_an_unknown_type_are_those_that_are_stated() -> None:
+    own = TINY | {"model_type": "newest", "sliding_window": 8}
+    by_layer = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    stated: tuple[dict[str, Any], ...] = (
+        {},
+        by_layer,
+        {"sliding_window_pattern": 3},
+        by_layer | {"use_sliding_window": False},
+    )
+    assert [shape_of(own | more).windows.n_layers for more in stated] == [0, 2, 2, 0]
 
 
 def test_qwen_of_one_and_a_half_billion() -> None:

@@ -25,6 +25,7 @@ from gkd.planning.memory.actor import (
     offloaded_bytes,
     peak_items,
 )
+from gkd.planning.memory.cache import BLOCK, CacheUse, block_bytes, cache_use, kv_bytes
 from gkd.planning.shapes import Layers, ModelShape
 from gkd.planning.transfer import transfer_of
 
@@ -33,7 +34,6 @@ COLLECTIVES = 0.5 * GIB  # NCCL's buffers of several ranks
 ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
 ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
-BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 RESULT_ENTRY = 2 * F32  # of a result's top K on the host: an id and a log-probability
 
 
@@ -158,12 +158,13 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         items["top K of prompt rows"] = float(kind.top_k_bytes(managed.by_size(managed.step_tokens, gpu.memory), k))
     else:
         items["weights being received"] = _received_bytes(layout, shape, tp)
-    n_held = int(max(0.0, cache) // (kv_bytes(shape, tp, c) * _round_to_blocks(longest)))
+    use = _use_of(layout, group, engine, longest)
+    n_held = use.count_in(cache)
     shortage = ""
     if shape.heads % tp:
         shortage = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
     elif n_held < 1:
-        shortage = f"{(kv_bytes(shape, tp, c) * longest - cache) / GB:.1f} GB short of one sequence's cache"
+        shortage = f"{(use.first - cache) / GB:.1f} GB short of one sequence's cache"
     return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, slots))
 
 
@@ -217,7 +218,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
         running = min(engine.slots, workload.samples)
         top_k = _largest_top_k(layout, group, shape)
         items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * RESULT_ENTRY))
-    n_held = engine.cpu_cache_gb * GIB // (kv_bytes(shape, 1, c) * workload.longest)
+    n_held = cache_use(shape, 1, c, workload.longest, workload.longest, block=1).count_in(engine.cpu_cache_gb * GIB)
     shortage = "" if n_held else f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
     notes = _cache_notes(n_held, workload.longest, engine.slots)
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
@@ -226,6 +227,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
 def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     """Return what the class of the engines counts, and the process."""
     shape, workload, is_scorer = layout.models.shape_of(group), layout.workload, isinstance(engine, Scorer)
+    cached = shape.windows.mean_context(workload.longest, shape.n_layers)
     load = EngineLoad(
         device=layout.device,
         n_parameters=shape.n_parameters,
@@ -234,7 +236,7 @@ def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory
         hidden=shape.hidden,
         vocabulary=shape.vocabulary,
         dtype_bytes=layout.compute_bytes,
-        kv_bytes=kv_bytes(shape, 1, layout.compute_bytes),
+        kv_bytes=math.ceil(kv_bytes(shape, 1, layout.compute_bytes) * cached / workload.longest),
         pass_bytes=_pass_bytes(shape, 1, layout.compute_bytes),
         n_sequences=engine.slots if is_scorer else min(engine.slots, workload.samples),
         longest=workload.longest,
@@ -273,8 +275,19 @@ def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
 
 def _n_held(layout: Layout, group: str, engine: Engine, cache: float) -> int:
     """Count the sequences of mean length that ``cache`` bytes hold."""
-    a_token = kv_bytes(layout.models.shape_of(group), engine.tensor_parallel_size, layout.compute_bytes)
-    return int(cache // (a_token * _round_to_blocks(layout.workload.length)))
+    return _use_of(layout, group, engine, layout.workload.length).count_in(cache)
+
+
+def _use_of(layout: Layout, group: str, engine: Engine, length: int) -> CacheUse:
+    """Return what sequences of ``length`` tokens take of an engine's cache, in whole blocks."""
+    shape, tp, c = layout.models.shape_of(group), engine.tensor_parallel_size, layout.compute_bytes
+    managed = engine_class(engine, shape).managed_memory
+    if managed is None:
+        rounded = -(-length // BLOCK) * BLOCK
+        each = math.ceil(kv_bytes(shape, tp, c) * shape.windows.mean_context(rounded, shape.n_layers))
+        return CacheUse(each, each)
+    on_gpu: int = managed.by_size(managed.step_tokens, layout.hardware.memory)
+    return cache_use(shape, tp, c, length, length if layout.hardware.is_cpu else on_gpu)
 
 
 def slots_of(layout: Layout, group: str, engine: Engine) -> int:
@@ -306,10 +319,10 @@ def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
     samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu
     if engine.kv_cache_gb is not None or managed is None or not samples_on_gpu:
         return engine.kv_cache_gb
-    slots, a_token = slots_of(layout, group, engine), kv_bytes(shape, engine.tensor_parallel_size, c)
+    slots, a_block = slots_of(layout, group, engine), block_bytes(shape, engine.tensor_parallel_size, c)
     left = _cache_bytes(layout, group, engine, slots)
-    gb = -(-2 * slots * a_token * _round_to_blocks(layout.workload.longest) // GIB)
-    return gb if left > max(gb * GIB, managed.most_blocks * BLOCK * a_token) else None
+    gb = -(-_use_of(layout, group, engine, layout.workload.longest).bytes_of(2 * slots) // GIB)
+    return gb if left > max(gb * GIB, managed.most_blocks * a_block) else None
 
 
 def _cache_bytes(layout: Layout, group: str, engine: Engine, slots: int) -> float:
@@ -328,16 +341,6 @@ def _share_left(layout: Layout, group: str, engine: Engine, slots: int) -> float
 
 def _process_bytes(shape: ModelShape, engine: Engine) -> float:
     return CONTEXT + float(0 if engine.enforce_eager else engine_class(engine, shape).managed_memory.graphs)
-
-
-def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
-    """Return the bytes of one token in the cache of one GPU; more GPUs than key-value heads repeat these."""
-    heads = max(1, -(-shape.kv_heads // tp))
-    return 2 * shape.n_layers * heads * shape.head_dim * c
-
-
-def _round_to_blocks(length: int) -> int:
-    return -(-length // BLOCK) * BLOCK
 
 
 def _step_activations(shape: ModelShape, engine: Engine, slots: int, memory: float, c: int) -> float:

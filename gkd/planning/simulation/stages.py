@@ -17,7 +17,8 @@ from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
 from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class, with_settings
 from gkd.planning.memory.actor import adapter_weights
-from gkd.planning.memory.pools import concurrent_sequences, kv_bytes
+from gkd.planning.memory.cache import kv_bytes
+from gkd.planning.memory.pools import concurrent_sequences
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.planning.transfer import transfer_of
@@ -131,7 +132,8 @@ def stages_of(layout: Layout) -> Stages:
 
 def forward_flops(shape: ModelShape, context: float) -> float:
     """Count the operations of one token with ``context`` tokens before it through all layers, without the head."""
-    return 2 * shape.n_active + 4 * shape.n_layers * shape.heads * shape.head_dim * context
+    attended = shape.windows.mean_context(context, shape.n_layers)
+    return 2 * shape.n_active + 4 * shape.n_layers * shape.heads * shape.head_dim * attended
 
 
 def head_flops(shape: ModelShape) -> float:
@@ -171,7 +173,8 @@ def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
     tp = engine.tensor_parallel_size
-    read = c * weights_read(shape, n) + n * context * tp * kv_bytes(shape, tp, c)
+    cached = shape.windows.mean_context(context, shape.n_layers)
+    read = c * weights_read(shape, n) + n * cached * tp * kv_bytes(shape, tp, c)
     computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
     adapter, by_process = layout.config.weights.adapter_only, (ENGINE_STEP_S, n * ENGINE_SEQUENCE_S)
     alone = layout.hardware.is_cpu or passes_worker(TRANSFERS.load(transfer_of(layout)), adapter)

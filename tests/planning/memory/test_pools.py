@@ -12,18 +12,18 @@ import pytest
 from gkd.errors import ConfigError
 from gkd.planning.advice.advise import plan_sizes
 from gkd.planning.layout import engine_class, with_settings
+from gkd.planning.memory.cache import cache_use, kv_bytes
 from gkd.planning.memory.pools import (
     COLLECTIVES,
     cache_gb_of,
     concurrent_sequences,
-    kv_bytes,
     pool_memory,
     slots_of,
 )
 from gkd.planning.shapes import shape_of, shape_of_size
 from tests.error_text import contains_in_order
 from tests.own.random_tokens import RandomTokens
-from tests.planning.layouts import QWEN3_30B, layout_of
+from tests.planning.layouts import QWEN3_30B, layout_of, layout_with
 
 DISTIL = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", "plan.gpu_type=a100-80gb")
 
@@ -53,6 +53,51 @@ def test_a_token_of_qwen_takes_28_kilobytes_of_cache() -> None:
     shape = layout_of(*DISTIL).models.student
     assert kv_bytes(shape, 1, 2) == 28 * 2 * 128 * 2 * 2
     assert kv_bytes(shape, 2, 2) == kv_bytes(shape, 4, 2) == 28 * 1 * 128 * 2 * 2
+
+
+GEMMA3_12B = {
+    "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 262208, "sliding_window": 1024,
+}  # fmt: skip
+LONG = ("+recipe=grpo", "model.size=14b", "plan.gpu_type=h100-80gb", "data.max_prompt_length=120000",
+        "rollout.max_response_length=8192")  # fmt: skip
+
+
+def test_layers_with_a_window_cache_the_window() -> None:
+    """By hand: 8 layers cache 8,192 bytes a token, 40 of a window of 1,024 that of 65 blocks, in 5 groups of 8.
+
+    Beside one sequence whose prompt is in two steps of 16,384 tokens, the others are what they are by then.
+    """
+    s = layout_with(GEMMA3_12B, *LONG)
+    memory = pool_memory(s, "rollout", s.config.rollout)
+    a_block = 8 * 16 * 8192
+    later = a_block * (128_192 // 16 + 5 * 65)
+    first = a_block * (128_192 // 16 + 5 * (-(-(1023 + 2 * 16_384) // 16) + 1))
+    held = 1 + int((memory.items["key-value cache"] - first) // later)
+    assert memory.fits and held > 1
+    assert f"holds {held:,} sequences" in memory.notes[0]
+    less = s.config.rollout.model_copy(update={"kv_cache_gb": 18})
+    lacking = f"{(first - 18 * 2**30) / 1e9:.1f} GB"
+    assert contains_in_order(pool_memory(s, "rollout", less).shortage, lacking, "one sequence")
+    short = layout_with(GEMMA3_12B, *LONG[:3])  # of texts that windows do not pass over, all is cached
+    assert short.workload.longest == 1280
+    use = cache_use(short.models.student, 1, 2, 1280, 8192)
+    assert use.first == 48 * 8192 * 1280 > use.further == a_block * (80 + 5 * 65)
+
+
+def test_a_sampler_of_transformers_keeps_windows_too() -> None:
+    s = layout_with(GEMMA3_12B, *LONG, "rollout.engine=hf")
+    items = pool_memory(s, "rollout", s.config.rollout).items
+    assert items["key-value cache"] == pytest.approx(128 * 8192 * (8 * 128_192 + 40 * 1024), rel=1e-4)
+
+
+def test_latent_attention_caches_a_vector_that_no_gpu_has_a_part_of() -> None:
+    """DeepSeek-V2-Lite: 27 layers of 512 + 64 numbers of 2 bytes."""
+    deepseek = {
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "vocab_size": 102400, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    }  # fmt: skip
+    assert kv_bytes(shape_of(deepseek), 1, 2) == kv_bytes(shape_of(deepseek), 4, 2) == 27 * 576 * 2
 
 
 def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:

@@ -23,7 +23,7 @@ from gkd.planning.simulation.stages import (
     weights_read,
 )
 from gkd.planning.transfer import require_transfer, transfer_of
-from tests.planning.layouts import QWEN3_30B, layout_of
+from tests.planning.layouts import QWEN3_30B, layout_of, layout_with
 
 H200 = ("+recipe=on_policy_distill", "model.size=0.5b", "teacher.model.size=1.5b", "plan.gpu_type=h200")
 STAGES = Stages(generate=5.0, score=3.0, reference=0.0, update=4.0, sync=1.0, tail=0.5)
@@ -153,6 +153,21 @@ def test_gpus_that_repeat_heads_of_the_cache_read_these_each() -> None:
     context = s.workload.prompt + s.workload.response / 2
     a_gpu = 1000 * context * 28 * 1 * 128 * 2 * 2 / (3350e9 * 0.8 * 0.85)
     assert seconds[1] - seconds[0] == pytest.approx(a_gpu, rel=0.01)
+
+
+def test_a_token_attends_to_a_window_and_reads_no_more_of_the_cache() -> None:
+    """By hand: of Mistral's layers with 4,096 tokens each, and of half of Gemma 2's."""
+    own = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "tie_word_embeddings": True}  # fmt: skip
+    long = ("+recipe=grpo", "model.size=8b", "plan.gpu_type=h100-80gb", "plan.tflops=100000",
+            "data.max_prompt_length=30000")  # fmt: skip
+    for kind, attended in (("llama", lambda n: n), ("mistral", lambda n: 4096), ("gemma2", lambda n: (n + 4096) / 2)):
+        s = layout_with(own | {"model_type": kind}, *long)
+        without, shape = forward_flops(s.models.student, 0), s.models.student
+        assert forward_flops(shape, 20_000) - without == 4 * 32 * 32 * 128 * attended(20_000)
+        seconds = [decode_s(s, s.config.rollout, n) for n in (1000, 2000)]
+        a_gpu = 1000 * attended(30_000 + 128) * 32 * 8 * 128 * 2 * 2 / (3350e9 * 0.8)
+        assert seconds[1] - seconds[0] == pytest.approx(a_gpu, rel=0.01)
 
 
 def test_an_adapter_alone_is_sent_at_once_and_costs_every_token() -> None:

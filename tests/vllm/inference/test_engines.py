@@ -20,7 +20,8 @@ from gkd.cluster.workers.environment import environment
 from gkd.config import Rollout, Weights
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
-from gkd.planning.memory.pools import kv_bytes, pool_memory
+from gkd.planning.memory.cache import kv_bytes
+from gkd.planning.memory.pools import pool_memory
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample
 from tests.planning.layouts import layout_of
 from tests.weights.received import load_in_buckets

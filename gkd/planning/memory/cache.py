@@ -1,0 +1,76 @@
+"""What sequences take of the cache of an engine that manages its memory, as vLLM gives it out.
+
+vLLM keeps the keys and values of all tokens of a layer that attends to all, of one with a window those of the window.
+It puts layers of one kind into groups of as many layers each, which take blocks from one pool
+(vllm.v1.core.kv_cache_utils, _get_kv_cache_groups_uniform_page_size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gkd.planning.shapes import ModelShape
+
+BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+STEPS_AT_ONCE = 2  # vLLM schedules a step while the one before it runs
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Holds the bytes that sequences of one length take on each GPU.
+
+    ``first``: what vLLM asks for before it takes one, whose prompt may be in the steps that run, so that no window has
+    passed over it. ``further``: of each one beside it. Both are equal without windows.
+    """
+
+    first: int
+    further: int
+
+    def count_in(self, cache: float) -> int:
+        """Count the sequences that ``cache`` bytes hold."""
+        return 0 if cache < self.first else 1 + int((cache - self.first) // self.further)
+
+    def bytes_of(self, n: int) -> int:
+        """Return the bytes of ``n`` sequences, one at least."""
+        return self.first + (n - 1) * self.further
+
+
+def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
+    """Return the bytes of one token in the cache of one GPU, where no layer has a window.
+
+    More GPUs than key-value heads repeat these. A latent vector that keys and values are computed from is on every GPU.
+    """
+    heads = max(1, -(-shape.kv_heads // tp))
+    return shape.n_layers * c * (shape.latent or 2 * heads * shape.head_dim)
+
+
+def block_bytes(shape: ModelShape, tp: int, c: int) -> int:
+    """Return the bytes of a block: of as many layers as a group has."""
+    return BLOCK * _groups(shape)[0] * kv_bytes(shape, tp, c) // shape.n_layers
+
+
+def cache_use(shape: ModelShape, tp: int, c: int, length: int, step_tokens: int, block: int = BLOCK) -> CacheUse:
+    """Return what sequences of ``length`` tokens take, in blocks of ``block`` tokens, where a step has ``step_tokens``.
+
+    A window may begin within a block (vllm.v1.kv_cache_interface, SlidingWindowSpec.max_admission_blocks_per_request).
+    """
+    n_layers, n_full, n_windowed = _groups(shape)
+    a_block, whole = block * n_layers * kv_bytes(shape, tp, c) // shape.n_layers, -(-length // block)
+    first, further = (
+        a_block * (n_full * whole + n_windowed * min(whole, -(-(shape.windows.tokens - 1 + tokens) // block) + 1))
+        for tokens in (STEPS_AT_ONCE * step_tokens, 1)
+    )
+    return CacheUse(first, further)
+
+
+def _groups(shape: ModelShape) -> tuple[int, int, int]:
+    """Return the layers of a group, and how many groups of layers without and with a window there are.
+
+    A group has as many layers as there are of the rarer kind, or of the other where those are less than half as many
+    more.
+    """
+    windowed = shape.windows.n_layers
+    full = shape.n_layers - windowed
+    least, most = min(full or windowed, windowed or full), max(full, windowed)
+    size = most if most < 1.5 * least else least
+    return size, -(-full // size), -(-windowed // size)
