@@ -55,6 +55,9 @@ class Config(Settings):
     """One run."""
 
     recipe: str = Field("none", description="name of the recipe, part of the default output directory")
+    placement: str = Field(
+        "auto", description="name of the placement, whose ranges count the GPUs that a node lets be seen, from 0"
+    )
     model: Model = Model()
     teacher: Teacher = Field(default_factory=Teacher)
     reference: Reference = Field(default_factory=Reference)

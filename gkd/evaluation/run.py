@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gkd.cluster.layout.assignment import print_table
 from gkd.cluster.session.connect import Session, connect
-from gkd.cluster.workers.placement import Placement, PlacementFault, place
+from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
 from gkd.config.device import installed_device
@@ -133,7 +133,7 @@ class _EvaluationEngines:
             self._placement.restart("rollout")
         else:
             self._session.release(list(self._session.workers), list(self._session.placement_groups))
-            self._placement = _place(lambda: place(config, self._session))
+            self._placement = _place(lambda: place(lay_out(config), self._session))
         self._config = config
         n, tp = config.rollout.n_engines, config.rollout.tensor_parallel_size
         over = f" over {tp} GPUs each" if tp > 1 else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from gkd.cluster.gpu import range_text
 from gkd.cluster.layout.nodes import GroupRequest, Node, group_requests, solve
-from gkd.config import Config, Engine, load, parse_gpus
+from gkd.config import GROUP_OF, Config, Engine, load, parse_gpus
 from gkd.config.loading import CONF_DIR, read_yaml
 from gkd.errors import ConfigError
 
@@ -88,9 +88,12 @@ def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: 
         words = [*_overrides(requests, closest), _cpu_override(closest, idle)]
     if closest is None:
         external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(requests) else ""
-        wide = max(request.tensor_parallel_size for request in requests)
+        widths = [request.tensor_parallel_size for request in requests]
+        wide = max([*widths, *(other.tensor_parallel_size for request in requests for other in request.colocated)])
         own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
-        return f"no layout of {len(requests)} groups fits: each needs {own}{external}{_sharing_layout(requests, idle)}"
+        sharing = _sharing_layout(requests, idle) if wide == 1 else ""
+        groups = f"{len(requests)} group{'s' * (len(requests) != 1)}"
+        return f"no layout of {groups} fits: each needs {own}{external}{sharing}"
     return f"nearest that fits: {' '.join(words)}"
 
 
@@ -122,12 +125,21 @@ def _cpu_override(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str
 
 def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]) -> list[str]:
     words: list[str] = []
+    sections = {group: section for section, group in GROUP_OF.items()}
     for old, new in zip(requests, closest, strict=True):
         if old.ranges and not new.ranges:
             words.append(f"{old.section}.{'gpus_by_node' if old.by_node else 'gpus'}=null")
         words.append(f"{old.section}.n_gpus_per_node={new.n_gpus}")
         if new.nnodes != old.nnodes:
             words.append(f"{old.section}.nnodes={new.nnodes}")
+        for before, after in zip(old.colocated, new.colocated, strict=True):
+            section = sections[before.group]
+            if before.gpus != after.gpus:
+                words.append(f"{section}.gpus=null")
+            if before.gpus != after.gpus or len(before.positions) != len(after.positions):
+                words.append(f"{section}.n_gpus_per_node={len(after.positions)}")
+            if before.nnodes != after.nnodes:
+                words.append(f"{section}.nnodes={after.nnodes}")
     return words
 
 
@@ -136,8 +148,9 @@ def nearest_layout(
 ) -> list[GroupRequest] | None:
     """Return the layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None without one.
 
-    Engines stay as wide as they are, on one node or on as many GPUs of each node as before. Among equals the later
-    groups keep theirs, because the teacher and the rollout are what an actor of few GPUs waits for.
+    Engines stay as wide as they are, on one node or on as many GPUs of each node as before. Colocated groups are on as
+    many of their host's first GPUs as before, or on all that are left. Among equals the later groups keep theirs,
+    because the teacher and the rollout are what an actor of few GPUs waits for.
     """
     capacity = sum(node.free_gpus for node in nodes)
     options = [_list_smaller(request, nodes) for request in requests]
@@ -177,28 +190,66 @@ def _list_smaller(request: GroupRequest, nodes: Sequence[Node], few: bool = Fals
         shapes = {(n, most) for n in sizes} | {(largest, k) for k in fewer if k > 0 and largest > 0}
     width = request.tensor_parallel_size
     whole = sorted((n, k) for n, k in shapes if n * k % width == 0)  # engines
-    smaller = [replace(request, n_gpus=n, nnodes=k, gpus=None, by_node=()) for n, k in whole]
+    without_ranges = replace(request, gpus=None, by_node=())
+    smaller = [_shrink(without_ranges, n, k) for n, k in whole]
     if request.by_node:
         smaller.append(request)
     elif request.gpus is not None and any(set(request.gpus) <= set(node.gpus) for node in nodes):
         counts = sorted({k for _, k in shapes} | {1})
-        smaller += [replace(request, nnodes=k) for k in counts if request.n_gpus * k % width == 0]
-    return smaller
+        smaller += [_shrink(request, request.n_gpus, k) for k in counts if request.n_gpus * k % width == 0]
+    return [option for option in smaller if option is not None]
+
+
+def _shrink(request: GroupRequest, n_gpus: int, nnodes: int) -> GroupRequest | None:
+    """Return the request with so many GPUs on so many nodes, and colocated groups within; None without an engine's."""
+    colocated = []
+    for other in request.colocated:
+        step = min(other.tensor_parallel_size, len(other.positions))
+        n_own, nodes = min(n_gpus, len(other.positions)) // step * step, min(nnodes, other.nnodes)
+        if n_own == 0 or n_own * nodes % other.tensor_parallel_size:
+            return None
+        within = other if request.ranges else replace(other, positions=tuple(range(n_own)), gpus=None)
+        colocated.append(replace(within, nnodes=nodes))
+    return replace(request, n_gpus=n_gpus, nnodes=nnodes, colocated=tuple(colocated))
 
 
 def share_gpus(config: Config, nodes: Sequence[Node]) -> Config:
     """Return ``config`` with a layout in which groups share GPUs, where it takes that and may (``cluster.share_gpus``).
 
-    The same where its groups fit as they are, where a pool's own settings name which or how many GPUs it has, and where
-    no layout fits. ``nodes`` are taken to be idle.
+    Ranges of a placement are counted among the GPUs that there are (:func:`has_counted_ranges`). The same where its
+    groups fit as they are, where a pool's own settings name which or how many GPUs it has, and where no layout fits.
+    ``nodes`` are taken to be idle.
     """
-    if not may_share(config) or fits(config, nodes):
+    if fits(config, nodes):
         return config
     indices = max((sorted(node.gpus) for node in nodes), key=len, default=[])  # of the node that has most
-    for n_gpus, name in LAYOUTS.items():
-        if n_gpus <= len(indices) and fits(changed := _with_layout(config, name, indices), nodes):
+    layouts = [config] if has_counted_ranges(config) else []
+    if may_share(config):
+        layouts = [_with_layout(config, name) for n_gpus, name in LAYOUTS.items() if n_gpus <= len(indices)]
+    for layout in layouts:
+        if (changed := _count_among(layout, indices)) is not None and fits(changed, nodes):
             return changed
     return config
+
+
+def has_counted_ranges(config: Config) -> bool:
+    """Return whether groups have exact GPUs, all by the placement's file: it counts GPUs, where a user names them."""
+    ranges = {section: pool.ranges() for section, pool in config.pools() if pool.ranges() is not None}
+    layout = read_yaml(str(CONF_DIR / "placement" / f"{config.placement}.yaml"))
+    return bool(ranges) and all(
+        own == [parse_gpus(layout.get(section, {}).get("gpus"))] for section, own in ranges.items()
+    )
+
+
+def _count_among(config: Config, indices: Sequence[int]) -> Config | None:
+    """Return ``config`` with ``indices`` in place of GPUs 0, 1, ... of its ranges; None where these are too few."""
+    tree = config.model_dump()
+    for section, pool in config.pools():
+        if pool.gpus is not None:
+            if max(pool.gpus) >= len(indices):
+                return None
+            tree[section]["gpus"] = [indices[i] for i in pool.gpus]
+    return load(tree)
 
 
 def fits(config: Config, nodes: Sequence[Node]) -> bool:
@@ -217,16 +268,13 @@ def may_share(config: Config) -> bool:
     )
 
 
-def _with_layout(config: Config, name: str, indices: Sequence[int]) -> Config:
-    """Return ``config`` with the pools of a layout; its GPUs 0, 1, ... are ``indices``.
-
-    Shares of memory that differ from the default are the user's, and stay.
-    """
+def _with_layout(config: Config, name: str) -> Config:
+    """Return ``config`` with the pools of a layout. Shares of memory that differ from the default stay as they are."""
     tree, layout = config.model_dump(), read_yaml(str(CONF_DIR / "placement" / f"{name}.yaml"))
     for section, _ in config.pools():
         pool = _own_settings(tree[section], layout.get(section, {}), type(getattr(config, section)).model_fields)
-        if (gpus := parse_gpus(pool.get("gpus"))) is not None:
-            pool |= {"gpus": [indices[i] for i in gpus], "n_gpus_per_node": None}
+        if "gpus" in pool:
+            pool |= {"n_gpus_per_node": None}
         tree[section] |= pool
     if config.plan.nodes is None:
         tree["plan"] |= layout["plan"]

@@ -40,6 +40,7 @@ class ColocatedGroup:
     positions: tuple[int, ...]
     nnodes: int
     gpus: tuple[int, ...] | None = None
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def group_requests(config: Config) -> list[GroupRequest]:
             pool.n_gpus_per_node,
             pool.nnodes,
             _indices(pool),
-            pool.tensor_parallel_size if isinstance(pool, Engine) else 1,
+            _width(pool),
             tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == GROUP_OF[section]),
             tuple(map(tuple, pool.gpus_by_node or ())),
             int(config.weights.transfer_class.ray_executor),
@@ -167,7 +168,11 @@ def _colocated_group(group: str, pool: Pool, host: Pool) -> ColocatedGroup:
     positions: Sequence[int] = range(pool.n_gpus_per_node)
     if pool.gpus is not None and host.gpus is not None:
         positions = [host.gpus.index(index) for index in pool.gpus]
-    return ColocatedGroup(group, tuple(positions), pool.nnodes, _indices(pool))
+    return ColocatedGroup(group, tuple(positions), pool.nnodes, _indices(pool), _width(pool))
+
+
+def _width(pool: Pool) -> int:
+    return pool.tensor_parallel_size if isinstance(pool, Engine) else 1
 
 
 def _indices(pool: Pool) -> tuple[int, ...] | None:

@@ -196,8 +196,6 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")
         n_gpus, simulated = cluster.simulate_gpus, True
-    if not for_layout:
-        config = share_gpus(config, [_local_node(n_gpus, 0, simulated, uuids)])
     requests = group_requests(config)
     named = [index for request in requests for gpus in request.ranges for index in gpus]
     n_gpus_needed = max(sum(request.total for request in requests), *(index + 1 for index in [-1, *named]))
@@ -207,6 +205,7 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
             hint = f"cluster.simulate_gpus={n_gpus_needed} would simulate them all"
     elif not n_gpus:
         hint = f"cluster.simulate_gpus={n_gpus_needed} tries the layout without GPUs"
+    requests = group_requests(share_gpus(config, [_local_node(n_gpus, 0, simulated, uuids)]))
     workers = sum(request.workers_per_node * request.nnodes for request in requests)
     # Of a machine that is this run's, Ray only counts the cores: three workers on one GPU share two as well.
     n_cpus = max(os.cpu_count() or 1, math.ceil(workers * cluster.cpus_per_worker))

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gkd import durable
+from gkd.cluster.gpu import range_text
 from gkd.cluster.layout.assignment import Report, describe_use, faults
-from gkd.cluster.layout.fit import fits, gpus_text, may_share, share_gpus
+from gkd.cluster.layout.fit import fits, gpus_text, has_counted_ranges, may_share, share_gpus
 from gkd.cluster.layout.nodes import GroupRequest, group_requests
 from gkd.cluster.session.connect import Session
 from gkd.cluster.workers.failure import NodeLost
@@ -120,13 +121,18 @@ class PlacementFault(RunFailed):
 
 def lay_out(config: Config) -> Config:
     """Return ``config`` as :func:`gkd.cluster.layout.fit.share_gpus` has it on the nodes of Ray; log it."""
-    if not may_share(config) or fits(config, read_nodes()):
+    counted = has_counted_ranges(config)
+    if not counted and (not may_share(config) or fits(config, read_nodes())):
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names
     changed = share_gpus(config, nodes)
     if changed is not config:
-        on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
-        log.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
+        if counted:
+            on = ", ".join(f"{section} on {range_text(pool.gpus or ())}" for section, pool in changed.pools())
+            log.info("placement=%s counts the GPUs that there are: %s", config.placement, on)
+        else:
+            on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
+            log.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
     return changed
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
-from gkd.cluster.layout.fit import share_gpus
+from gkd.cluster.layout.fit import require_fit, share_gpus
 from gkd.cluster.layout.nodes import Node, group_requests, idle_nodes, solve
 from gkd.cluster.session import connect as session
 from gkd.cluster.session.connect import _plan_private
 from gkd.config import Config
 from gkd.config.checks import require_schedule
-from gkd.config.compose import compose
+from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
 from gkd.planning.advice.advise import requires_offload, settings_with_offload
 from gkd.planning.layout import models_of, with_settings
@@ -22,6 +23,7 @@ FIVE_GROUPS = [
     "+recipe=distill_and_reward", "algorithm.kl.coef=0.1", "reward.functions=[accuracy,reward_model]",
     "reward_model.model.path=DIR",
 ]  # fmt: skip
+WIDE = [DISTIL, "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2"]
 
 
 def placed(config: Config) -> dict[str, int]:
@@ -79,6 +81,58 @@ def test_what_the_user_set_stays() -> None:
 def test_gpus_are_those_that_the_machine_lets_be_seen() -> None:
     result = share_gpus(compose([DISTIL]), [Node("", "here", (2, 5), 0.0)])
     assert (result.trainer.gpus, result.rollout.gpus, result.teacher.gpus) == ([2, 5], [2, 5], [5])
+
+
+@pytest.mark.parametrize(
+    ("placement", "visible", "own"),
+    [
+        ("2gpu", (6, 7), ([6, 7], [6, 7], [7])),
+        ("3gpu", (1, 2, 3), ([1, 2], [1, 2], [3])),
+        ("8gpu_two_actors", (0, 1, 2, 4, 5, 6, 7, 9), ([2, 4], [0, 1], [5, 6, 7, 9])),
+    ],
+)
+def test_a_placement_counts_the_gpus_that_the_machine_lets_be_seen(
+    placement: str, visible: tuple[int, ...], own: tuple[list[int], ...]
+) -> None:
+    nodes = [Node("", "here", visible, 16.0)]
+    result = share_gpus(compose([DISTIL, f"placement={placement}"]), nodes)
+    assert (result.trainer.gpus, result.rollout.gpus, result.teacher.gpus) == own
+    require_fit(group_requests(result), nodes, 1.0)
+
+
+@pytest.mark.parametrize("placement", [["placement=2gpu"], []])
+def test_ranges_of_a_user_are_indices(placement: list[str]) -> None:
+    """Also beside a placement, and where they are such as one has."""
+    first = 2 if placement else 0
+    ranges = [f"trainer.gpus={first}-{first + 1}", f"rollout.gpus={first}-{first + 1}", f"teacher.gpus={first + 1}"]
+    config = compose([DISTIL, *placement, *ranges, "rollout.colocate_with=actor", "teacher.colocate_with=actor"])
+    nodes = [Node("", "here", (4, 5, 6, 7), 16.0)]
+    assert share_gpus(config, nodes) is config
+    with pytest.raises(ConfigError, match=r"trainer\.gpus=\S+ is beyond"):
+        require_fit(group_requests(config), nodes, 1.0)
+
+
+@pytest.mark.parametrize("recipe", [[DISTIL], FIVE_GROUPS, WIDE])
+@pytest.mark.parametrize("placement", groups()["placement"])
+def test_what_is_named_as_the_nearest_fits_when_it_is_pasted(placement: str, recipe: list[str]) -> None:
+    overrides, answers = [*recipe, f"placement={placement}"], list[str]()
+    for sizes in ([1], [2], [3], [4], [7], [2, 2], [1, 3], [4, 4, 4]):
+        nodes = [replace(node, cpus=64.0) for node in idle_nodes(sizes)]
+        if (named := refused_on(nodes, overrides)) is not None:
+            answers.append(named)
+            assert named.startswith("no layout") or refused_on(nodes, [*overrides, *named.split()]) is None
+    assert answers or placement in ("auto", "single_gpu")  # which fit on any machine
+
+
+def refused_on(nodes: list[Node], overrides: list[str]) -> str | None:
+    """What the message of a refused layout names to be pasted, or that none fits; None where it is not refused."""
+    config = compose(overrides)
+    try:
+        require_fit(group_requests(share_gpus(config, nodes)), nodes, config.cluster.cpus_per_worker)
+    except ConfigError as error:
+        *_, answer = str(error).split("; ")
+        return answer.removeprefix("nearest that fits: ").removesuffix(" lets them share")
+    return None
 
 
 def test_two_machines_of_one_gpu_run_what_one_of_them_could() -> None:
