@@ -130,6 +130,19 @@ def nvml_uuids() -> list[str]:
         return [_text(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
 
 
+def read_first_usable() -> tuple[str, int] | None:
+    """Return the driver's name and bytes of memory of the first device that CUDA_VISIBLE_DEVICES lets be used.
+
+    Of a slice of a GPU they are its own. None without a device. Raises what :func:`nvml` raises.
+    """
+    with nvml() as library:
+        uuids = [_text(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
+        for entry in usable_devices(os.environ.get(VISIBLE), uuids):
+            handle = library.nvmlDeviceGetHandleByUUID(uuid_of(entry, uuids))
+            return _text(library.nvmlDeviceGetName(handle)), int(library.nvmlDeviceGetMemoryInfo(handle).total)
+    return None
+
+
 def are_simulated(uuids: Iterable[str]) -> bool:
     """Return whether none of these devices is real, so that what has them computes on a CPU."""
     return all(uuid.startswith(STAND_IN) for uuid in uuids)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from gkd.cluster import host
-from gkd.cluster.gpu import read_gpus
+from gkd.cluster.gpu import read_first_usable
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.cluster.workers.environment import threads_for
 from gkd.config import Config, Engine, Plan, Rollout, Scorer, suggest
@@ -104,20 +104,26 @@ def cpu_hardware(plan: Plan) -> Hardware:
 
 
 def _gpu_here() -> tuple[str, float] | None:
-    """Return the known type of this machine's first GPU, else the driver's name of it, and its memory in GB.
+    """Return the known type of this machine's first usable GPU, else the driver's name of it, and its memory in GB.
 
     None where there is none.
     """
-    gpu = next(iter(read_gpus()), None)
-    return None if gpu is None else (find_gpu_type(gpu.name, gpu.total / GIB) or gpu.name, gpu.total / GB)
+    gpu = read_first_usable()
+    if gpu is None:
+        return None
+    name, n_bytes = gpu
+    return find_gpu_type(name, n_bytes / GIB) or name, n_bytes / GB
 
 
 def find_gpu_type(name: str, gib: float) -> str | None:
     """Return the known type of a driver's name such as ``NVIDIA A100-SXM4-40GB``.
 
-    Of several that fit the one with the nearest memory, and of these the one with most words of the name.
+    Of several that fit the one with the nearest memory, and of these the one with most words of the name. None for a
+    slice, ``NVIDIA A100-SXM4-80GB MIG 1g.10gb``, which is as fast as no whole GPU.
     """
     words = set(name.lower().replace("-", " ").split())
+    if "mig" in words:
+        return None
     parts = {gpu: {part for part in gpu.split("-") if "gb" not in part} for gpu in GPU_TYPES}
     fitting = [gpu for gpu in GPU_TYPES if parts[gpu] <= words]
     return min(fitting, key=lambda gpu: (abs(GPU_TYPES[gpu][0] - gib), -len(parts[gpu])), default=None)

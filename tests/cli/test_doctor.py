@@ -13,12 +13,13 @@ import pytest
 
 from gkd.cli.doctor import _places, cluster, devices, main, node, packages, system
 from gkd.cli.doctor.finding import GIB, Finding
+from gkd.cluster.gpu import Gpu
 from tests.e2e.conftest import ROOT
 
-H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB])
+H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB], [0, 1])
 TORCH = {"cuda": "12.8", "available": True, "count": 2, "nccl": "2.27.3", "gloo": True}
 NODE = cluster.NodeFacts(
-    "10.0.0.1/ab", 8, {"python": "3.11.7", "ray": "2.60.0"}, ["GPU-"] * 8, False, "10.0.0.1", 0.0, 0.001
+    "10.0.0.1/ab", 8, {"python": "3.11.7", "ray": "2.60.0"}, ["GPU-"] * 8, ["GPU-"] * 8, False, "10.0.0.1", 0.0, 0.001
 )
 
 
@@ -114,6 +115,10 @@ def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
         ({}, H200, "ok", "sees 2 GPUs"),
         ({"cuda": "13.0"}, H200, "failed", "driver 570.1 "),
         ({"count": 1}, H200, "failed", "sees 1 of 2 GPUs"),
+        ({"count": 1}, replace(H200, usable=[1]), "ok", "sees 1 GPUs"),
+        ({"count": 1}, replace(H200, usable=["MIG-1", "MIG-2"]), "ok", "sees 1 GPUs"),
+        ({"count": 0, "available": False}, replace(H200, usable=["MIG-1"]), "failed", "sees 0 of"),
+        ({"count": 0, "available": False}, replace(H200, usable=[]), "ok", "on the CPU"),
         ({"cuda": None}, H200, "warning", "CPU build"),
         ({"nccl": None}, H200, "failed", "GPUs cannot"),
         ({"gloo": False}, None, "failed", "ranks cannot"),
@@ -137,6 +142,23 @@ def test_a_gpu_that_somebody_uses() -> None:
     busy = replace(H200, free=[140 * GIB, 20 * GIB])
     (finding,) = of_level(devices.check_gpus(busy), "warning")
     assert finding.observation.startswith("GPU 1: 121.0 of 141.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("visible", "warned", "said"),
+    [("0", False, "1 of 2"), ("0,1", True, "2, driver"), ("MIG-a,MIG-b,MIG-c", False, "3 slices"), ("", True, "all 2")],
+)
+def test_a_gpu_that_was_left_out_is_no_trouble(
+    visible: str, warned: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the warning of a GPU in use advises; a run on none of them computes on the CPU."""
+    there = [Gpu(i, f"GPU-{i}", "H200", "9.0", 141 * GIB, free * GIB) for i, free in enumerate((140, 20))]
+    monkeypatch.setattr("gkd.cluster.gpu.read_driver", lambda: ("570.1", 12080))
+    monkeypatch.setattr("gkd.cluster.gpu.read_gpus", lambda: there)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    findings = [*devices.check_gpus(devices.read_gpus())]
+    assert bool(of_level(findings, "warning")) == warned
+    assert said in findings[0].observation
 
 
 def test_a_port_that_is_taken() -> None:
@@ -207,9 +229,11 @@ def test_a_directory_that_no_ray_node_can_have_is_a_warning(
         ({"gloo_address": "127.0.1.1"}, "warning", "10.0.0.2/cd"),
         ({"gloo_address": "127.0.1.1", "name": "10.0.0.1/cd"}, "ok", "2 answer"),
         ({"gloo_address": ""}, "ok", "others can"),
-        ({"uuids": []}, "failed", "8 GPUs"),
+        ({"uuids": [], "usable": []}, "failed", "8 GPUs"),
+        ({"ray_gpus": 7, "uuids": ["GPU-"], "usable": ["MIG-"] * 7}, "ok", "7 by Ray"),
+        ({"ray_gpus": 4, "usable": ["0", "1", "2", "3"]}, "ok", "of 8 GPUs"),
         ({"ray_gpus": 4}, "warning", "4 of the 8 GPUs"),
-        ({"simulated": True, "uuids": []}, "ok", "simulates 8"),
+        ({"simulated": True, "uuids": [], "usable": []}, "ok", "simulates 8"),
         ({"simulated": True}, "warning", "simulates 8 GPUs and has 8"),
     ],
 )

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
 from gkd.cli.plan import _compose, main
-from gkd.cluster.gpu import Gpu
 from gkd.config import settings
 from gkd.config.compose import compose
 from gkd.config.device import GIB
@@ -72,8 +71,7 @@ def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_gpu_here_of_an_unknown_type_has_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A T4 is no H100: a plan for 79 GiB would promise what ends in out-of-memory."""
-    here = Gpu(0, "GPU-1", "Tesla T4", "7.5", 15 * GIB, 15 * GIB)
-    monkeypatch.setattr("gkd.planning.layout.read_gpus", lambda: [here])
+    monkeypatch.setattr("gkd.planning.layout.read_first_usable", lambda: ("Tesla T4", 15 * GIB))
     monkeypatch.setattr("gkd.cluster.gpu.nvml_uuids", lambda: ["GPU-1"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     hardware = planned(tmp_path, "+recipe=grpo", "model.size=0.5b")["hardware"]
@@ -347,6 +345,7 @@ def test_a_disturbance_whose_step_is_no_number_is_of_no_step(tmp_path: Path) -> 
         ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
         ("NVIDIA L4", 22.0, "l4"),
         ("NVIDIA T4", 14.6, None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, None),
     ],
 )
 def test_drivers_names_are_known(name: str, gib: float, gpu_type: str | None) -> None:

