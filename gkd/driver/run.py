@@ -333,9 +333,6 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
     except ConfigError as error:
         log.info("whether the layout fits into memory is not known: %s", error)
         return offload, unplanned
-    if notes := [shape.note for shape in (models.student, models.teacher) if shape is not None and shape.note]:
-        log.info("whether the layout fits into memory is not known: %s", notes[0])
-        return offload, unplanned
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
     offload = offload or requires_offload(config, models, sizes or None)

@@ -150,6 +150,12 @@ class Models:
         assert shape is not None, f"a group {group} has a model"
         return shape
 
+    @property
+    def assumption(self) -> str:
+        """What was assumed of a model whose weights are not counted as they are; empty without one."""
+        shapes = (self.student, self.teacher, self.reward_model, self.reference)
+        return next((shape.note for shape in shapes if shape is not None and not shape.is_exact), "")
+
     def positions(self) -> dict[str, int]:
         """Return the positions of the models that read prompts with responses, of those that have a limit."""
         models = {"student": self.student, "teacher": self.teacher, "reference": self.reference}
@@ -309,7 +315,7 @@ def _largest(teachers: Mapping[str, ModelShape]) -> ModelShape:
         f"each of the teacher's engines is taken to have the largest model, {name}, and as many samples as the others"
     )
     positions = min((own.positions for own in teachers.values() if own.positions), default=None)
-    return replace(shape, positions=positions, note="; ".join(filter(None, (shape.note, note))))
+    return replace(shape, positions=positions, note="; ".join(filter(None, (shape.note, note))), is_exact=False)
 
 
 def _teacher_shape(config: Config) -> ModelShape | None:

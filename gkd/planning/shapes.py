@@ -79,7 +79,8 @@ class ModelShape:
 
     ``root`` holds what is in no layer: embeddings, final norm and, unless tied, the head. ``norms`` is the number of
     norms in a layer, ``qk_norm`` whether queries and keys have one too, ``positions`` the longest sequence (None: no
-    limit). ``plain_head``: whether logits are left as the head gives them. ``note`` states what was assumed about it.
+    limit). ``plain_head``: whether logits are left as the head gives them. ``note`` states what was assumed about it,
+    ``is_exact`` whether all the same its weights are counted as they are.
     ``latent``: numbers of a token that a layer with latent attention caches instead of keys and values, else 0.
     """
 
@@ -98,6 +99,7 @@ class ModelShape:
     mlp: Mlp = "gated"
     positions: int | None = None
     note: str = ""
+    is_exact: bool = True
     plain_head: bool = True
     windows: Windows = NO_WINDOWS
     latent: int = 0
@@ -302,7 +304,8 @@ def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) ->
         root.append(Weight("lm_head", vocabulary, hidden))
     return ModelShape(
         kind, hidden, heads, kv_heads, head_dim, vocabulary, tied, _layers(config, family, common, n_layers),
-        tuple(root), family.norm, family.norms, family.qk_norm, note=note, plain_head=LOGIT_CHANGES.isdisjoint(config),
+        tuple(root), family.norm, family.norms, family.qk_norm, note=note, is_exact=not note,
+        plain_head=LOGIT_CHANGES.isdisjoint(config),
         positions=min(filter(None, (config.get("max_position_embeddings"), longrope_positions(config))), default=None),
         windows=read_windows(config, kind, n_layers),
         latent=config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0) if config.get("kv_lora_rank") else 0,

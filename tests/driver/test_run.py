@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.doubts import doubts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.run import CPU_SPLIT, _forget_after, _print_pace, _restore, step_text
+from gkd.driver.run import CPU_SPLIT, _check_memory, _forget_after, _print_pace, _restore, step_text
 from gkd.driver.validation.best import BestModel
+from gkd.planning.shapes import SIZE_FIELDS, SIZES
 
 
 def test_a_step_and_what_memory_depends_on() -> None:
@@ -40,9 +42,32 @@ def test_a_step_and_what_memory_depends_on() -> None:
     assert "weights" in step_text(load({"actor": {"offload_weights": True}}), 48).rpartition(";")[2]
 
 
-OWN_MODELS = [
-    "model.path=x", "teacher.model.path=y", "data.train_files=[a]", "data.val_files=[b]",
-]  # fmt: skip
+OWN_DATA = ["data.train_files=[a]", "data.val_files=[b]"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "smollm3"])
+def test_offload_and_sizes_are_decided_for_models_of_types_that_are_not_known_as_well(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = dict(zip(SIZE_FIELDS, SIZES["Qwen2.5-3B"], strict=True)) | {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}])
+    model = f"model.path={tmp_path}"
+    teachers = [f"++teacher.models.{name}={tmp_path}" for name in "ab"]
+
+    def decide(*settings: str, gib: float = 79.1) -> tuple[bool, dict[str, Any]]:
+        config = compose([*settings, model, *OWN_DATA, "placement=single_gpu", "actor.max_tokens_per_micro_batch=4096"])
+        groups = list(config.groups())
+        reports = [SimpleNamespace(group=group, gpu_bytes=gib * 2**30, node_id="a") for group in groups]
+        return _check_memory(config, SimpleNamespace(reports=reports, groups=groups))  # type: ignore[arg-type]
+
+    offload, sizes = decide("+recipe=grpo", "data.answer_key=c")
+    assert offload and sizes["rollout.max_num_seqs"] >= 128
+    two = [f"{pool}.n_gpus_per_node=2" for pool in ("trainer", "rollout", "teacher")]
+    assert decide("+recipe=on_policy_distill", *teachers, "data.teacher_key=k", *two, gib=39.4)[0]
+
+
+OWN_MODELS = ["model.path=x", "teacher.model.path=y", *OWN_DATA]
 DATA = {"train_files": ["a"], "val_files": ["b"], "answer_key": "c"}
 
 

@@ -262,7 +262,8 @@ def require_memory(
 
     ``gpu_bytes_by_group``: memory of the smallest GPU of each group, as CUDA reports it; groups left out are not
     checked. None: all groups compute on this machine's CPU and share its memory. ``gpus_of_nodes``: how many GPUs every
-    node has, beyond which no advice goes; empty where that is not known. Does nothing where ``plan.check`` is false.
+    node has, beyond which no advice goes; empty where that is not known. Does nothing where ``plan.check`` is false,
+    and only warns where something is assumed of a model.
     """
     if not config.plan.check:
         return
@@ -273,9 +274,10 @@ def require_memory(
             if name not in (None, memory.group) or memory.fits:
                 continue
             explanation = explain_shortage(layout, memory.group)
-            if memory.shortage or memory.margin < -TOLERANCE * memory.available:
+            is_certain = not models.assumption
+            if is_certain and (memory.shortage or memory.margin < -TOLERANCE * memory.available):
                 raise ConfigError(f"{explanation}; {override}")
-            log.warning(explanation)
+            log.warning(explanation if is_certain else f"{explanation}; that is by an estimate: {models.assumption}")
             return
 
 

@@ -312,12 +312,12 @@ def cache_gb_of(layout: Layout, group: str, engine: Engine) -> int | None:
     """Return the GiB of an engine's cache: ``kv_cache_gb``, or what is planned where that is null; None: what is left.
 
     A sampler of a small model is left millions of blocks of 16 tokens, and vLLM goes through all of them whenever the
-    cache is forgotten, as for new weights. It then gets twice what its sequences can fill.
+    cache is forgotten, as for new weights. It then gets twice what its sequences can fill, where that is certain.
     """
     shape, c = layout.models.shape_of(group), layout.compute_bytes
     managed = engine_class(engine, shape).managed_memory
     samples_on_gpu = group == "rollout" and not layout.hardware.is_cpu
-    if engine.kv_cache_gb is not None or managed is None or not samples_on_gpu:
+    if engine.kv_cache_gb is not None or managed is None or not (samples_on_gpu and shape.is_exact):
         return engine.kv_cache_gb
     slots, a_block = slots_of(layout, group, engine), block_bytes(shape, engine.tensor_parallel_size, c)
     left = _cache_bytes(layout, group, engine, slots)

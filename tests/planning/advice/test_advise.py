@@ -259,6 +259,15 @@ def test_a_layout_that_cannot_fit_ends_in_one_line() -> None:
     require_memory(s.config, s.models, {"rollout": 80e9})
 
 
+def test_what_is_estimated_of_a_model_is_no_reason_to_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    """And none to decide nothing: an estimate is nearer than what no group would have."""
+    s, card = layout_of(*CASES["actor 7b"]), {"actor": 80e9, "rollout": 80e9}
+    models = replace(s.models, student=replace(s.models.student, is_exact=False, note="as Llama"))
+    caplog.set_level("WARNING", "gkd")
+    require_memory(s.config, models, card)
+    assert contains_in_order(caplog.text, "actor", "GB", "estimate", "as Llama")
+
+
 @pytest.mark.parametrize(("gpus", "more"), [((), True), ((8,), True), ((4,), False), ((1, 3), False)])
 def test_a_run_is_advised_no_more_gpus_than_there_are(gpus: tuple[int, ...], more: bool) -> None:
     s = layout_of(*GRPO)  # three GPUs are the rollout's

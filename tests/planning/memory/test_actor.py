@@ -203,9 +203,10 @@ def test_the_same_with_copies_in_bfloat16(name: str, r: int | None, checkpointin
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj", "c_proj"]])
-def test_adapters_are_counted_exactly(name: str, targets: str | list[str]) -> None:
-    run = run_of(GRPO, lora={"r": 3, "target_modules": targets})
+@pytest.mark.parametrize("targets", ["all-linear", None])
+def test_adapters_are_counted_exactly(name: str, targets: str | None) -> None:
+    some = ["c_proj"] if name == "gpt2" else ["q_proj", "down_proj"]
+    run = run_of(GRPO, lora={"r": 3, "target_modules": targets or some})
     student = student_of(MODELS[name], run)
     counted = sum(count * w.size for count, w in adapter_weights(shape_of(MODELS[name].to_dict()), run.actor.lora))
     assert counted == sum(p.numel() for p in student.parameters() if p.requires_grad)
