@@ -15,8 +15,8 @@ class Plan(Settings):
     """The GPU a layout is planned for, and how long texts are. Nothing here changes what a run computes."""
 
     gpu_type: str | None = Field(
-        None, description="the GPU planned for: h200, h100-80gb, a100-40gb, rtx-4090, ...; null: this machine's, or "
-        "h100-80gb where there is none"
+        None, description="the GPU planned for: h200, h100-80gb, a100-40gb, rtx-4090, ...; null: this machine's; where "
+        "there is none its CPU if a run here would simulate GPUs (cluster.simulate_gpus), otherwise h100-80gb"
     )  # fmt: skip
     memory_gb: float | None = Field(
         None, gt=0, le=MOST, description="memory of a GPU, 10^9 bytes; null: that of gpu_type"

@@ -69,6 +69,26 @@ def test_memory_alone_is_that_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert planned(tmp_path, *own)["hardware"]["is_cpu"]
 
 
+@pytest.mark.parametrize("placement", ["auto", "single_gpu", "2gpu", "4gpu"])
+def test_a_plan_of_a_cpu_says_so_and_how_a_gpu_is_planned(
+    placement: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is one where a run here would compute on it; what the groups take together is no negative memory."""
+    own = ["+recipe=grpo", "model.size=405b", f"placement={placement}"]
+    result = planned(tmp_path, *own)
+    printed = capsys.readouterr().out
+    assert (
+        result["hardware"]["is_cpu"]
+        == (placement != "4gpu")
+        == any("CPU" in n and "plan.gpu_type" in n for n in result["notes"])
+    )
+    if result["hardware"]["is_cpu"]:
+        assert min(group["available"] for group in result["memory"]) < 0
+    (there,) = [line for line in printed.splitlines() if line.startswith(" there is ")]
+    assert "-" not in there
+    assert not planned(tmp_path, *own, "plan.gpu_type=l4")["hardware"]["is_cpu"]
+
+
 def test_a_gpu_here_of_an_unknown_type_has_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A T4 is no H100: a plan for 79 GiB would promise what ends in out-of-memory."""
     monkeypatch.setattr("gkd.planning.layout.read_first_usable", lambda: ("Tesla T4", 15 * GIB))

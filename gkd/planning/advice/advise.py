@@ -150,7 +150,7 @@ def _describe_shortage(memory: GroupMemory, is_cpu: bool) -> str:
     if is_cpu:
         left = f"the other groups leave {max(0.0, memory.available) / GB:.1f} of this machine's memory"
         return f"{memory.group} needs {memory.total / GB:.1f} GB and {left}"
-    return f"{memory.group} needs {memory.total / GB:.1f} GB of each GPU and has {memory.available / GB:.1f}"
+    return f"{memory.group} needs {memory.total / GB:.1f} GB of each GPU and has {max(0.0, memory.available) / GB:.1f}"
 
 
 def explain_no_advice(layout: Layout, memory: GroupMemory) -> str:

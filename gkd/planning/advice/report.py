@@ -15,7 +15,7 @@ from gkd.config.registry import shorten_name
 from gkd.planning.advice.advise import NOT_AHEAD, Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
-from gkd.planning.layout import Layout, with_settings
+from gkd.planning.layout import DEFAULT_GPU, Layout, with_settings
 from gkd.planning.memory.colocation import all_memory, needs_offload, with_micro_batch
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
@@ -58,6 +58,11 @@ class PlanReport:
         else:
             notes += _notes_of_run(self.factors, config.schedule.max_staleness)
         plan = config.plan
+        if self.layout.hardware.is_cpu:
+            notes.append(
+                "planned for this machine's CPU, on which a run here would compute (cluster.simulate_gpus); "
+                f"plan.gpu_type={DEFAULT_GPU}, or another, plans a GPU"
+            )
         if needs_offload(self.layout):
             engines = ", ".join(config.groups_on_actor_gpus())
             notes.append(
@@ -184,7 +189,7 @@ def _print_memory(report: PlanReport, out: Console) -> None:
         table.add_row(name, *(_format_gb(g.items[name]) if name in g.items else "" for g in groups))
     table.add_section()
     table.add_row("needed", *(_format_gb(g.total) for g in groups))
-    table.add_row("there is", *(_format_gb(g.available) for g in groups))
+    table.add_row("there is", *(_format_gb(max(0.0, g.available)) for g in groups))
     table.add_row("left", *(_format_gb(g.margin) for g in groups))
     table.add_row("fits", *("yes" if g.fits else "NO" for g in groups))
     out.print(table)
