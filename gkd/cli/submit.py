@@ -184,7 +184,7 @@ def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
         return codes[0] if len(codes) == 1 else int(any(codes))
     for run in runs:
         for option in ("attach", "stop"):
-            print(f"python launch/submit.py --address {jobs.address} --{option} {run.name}")
+            print(f"gkd submit --address {jobs.address} --{option} {run.name}")
     return 0
 
 
@@ -213,7 +213,7 @@ def _follow(jobs: Jobs, name: str) -> int:
     try:
         job = jobs.follow(name, write)
     except KeyboardInterrupt:
-        print(f"\n{name} goes on; to end it: python launch/submit.py --address {jobs.address} --stop {name}")
+        print(f"\n{name} goes on; to end it: gkd submit --address {jobs.address} --stop {name}")
         raise
     code = exit_code(job)
     print(f"{name}: {_line(job)}", file=sys.stderr if code else sys.stdout)

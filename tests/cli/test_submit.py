@@ -23,7 +23,7 @@ from gkd.cli.launch import jobs as jobs_module
 from gkd.cli.launch import package as package_module
 from gkd.cli.launch.package import pack
 from gkd.cli.launch.paths import resolve_paths
-from gkd.cli.submit import main
+from gkd.cli.submit import _follow, main
 from gkd.config.compose import compose
 from gkd.config.data import TASKS
 from gkd.errors import ConfigError
@@ -308,6 +308,28 @@ def test_a_sweep_is_a_job_for_each_run_and_a_table_at_the_end(
     assert (tmp_path / "sweep" / "report.html").exists()
     assert main(["--address", "http://cluster", "-m", "--status"]) == 2
     assert "--multirun" in capsys.readouterr().err
+
+
+def test_what_follows_a_job_or_ends_it_is_printed_to_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any directory: launch/submit.py is in a checkout only."""
+    monkeypatch.setattr(jobs_module, "Jobs", PlayedJobs)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--address", "http://cluster", "+recipe=grpo"]) == 0
+    *_, attach, stop = capsys.readouterr().out.splitlines()
+    (name,) = PLAYED[-1].submitted
+    assert [shlex.split(line) for line in (attach, stop)] == [
+        ["gkd", "submit", "--address", "http://cluster", option, name] for option in ("--attach", "--stop")
+    ]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlayedJobs, "follow", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _follow(PLAYED[-1], name)  # type: ignore[arg-type]
+    assert stop in capsys.readouterr().out
 
 
 def test_recipes_of_one_sweep_write_beside_each_other(

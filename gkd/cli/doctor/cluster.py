@@ -129,7 +129,7 @@ def _versions(nodes: list[NodeFacts]) -> Iterator[Finding]:
             if name == "driver":
                 yield warn("driver", versions, "install the same on every machine")
             elif name == "gkd":
-                yield warn("gkd", versions, "the same checkout on each, or launch/submit.py, which brings its own")
+                yield warn("gkd", versions, "the same checkout on each, or gkd submit, which brings its own")
             else:
                 yield fail("packages", f"{name}: {versions}", QUICKSTART)
     if not different:

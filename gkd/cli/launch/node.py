@@ -309,7 +309,7 @@ def _is_responding(dashboard: str | None) -> bool:
 
 def _show_next(node: local.LocalNode) -> None:
     print(f"join another machine:  ./launch/ray_cluster.sh worker --address {node.address}")
-    print(f"submit a run:          python launch/submit.py --address {node.dashboard} --follow +recipe=grpo")
+    print(f"submit a run:          gkd submit --address {node.dashboard} --follow +recipe=grpo")
     print("or run from here:      python -m gkd.main +recipe=grpo        (joins this cluster)")
     print("end what runs here:    ./launch/ray_cluster.sh stop")
     print(
