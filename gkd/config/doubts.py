@@ -83,6 +83,8 @@ def _idle_settings(config: Config) -> Iterator[str]:
         value, default = getattr(settings, name), type(settings).model_fields[name].default
         if value != default and not has_effect:
             yield f"{section}.{name}={str(value).lower()} changes nothing without {section}.{needed}"
+    if (path := config.reward_model.model.path) is not None and not config.has_reward_model_group:
+        yield f"reward_model.model.path={path} changes nothing without reward.functions=[reward_model]"
 
 
 def doubtful_line_ends(config: Config) -> Iterator[str]:

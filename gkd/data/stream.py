@@ -17,7 +17,7 @@ class PromptStream:
 
     Without ``weights`` all prompts are one set. With them, one for each training file, a file is a set, and every
     position is given to the set that is furthest behind its share: any stretch of the stream has the shares of the
-    weights, to within one prompt a set. What is taken may cross the end of an epoch, and holds a prompt more than once
+    weights, to within two prompts a set. What is taken may cross the end of an epoch, and holds a prompt more than once
     where there are fewer than it needs. The order depends on ``seed`` and the weights alone, and ``state`` is all that
     is needed to go on exactly.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -81,8 +83,9 @@ def passes(program: str, test: Test, sandbox: Sandbox, timeout_s: float) -> bool
         ended = sandbox.run(program, test_input, timeout_s)
         return ended.code == 0 and _lines(ended.output) == _lines(expected)
     # A program that ends the process early would else have passed; it cannot print this word.
-    word = secrets.token_hex(16)
-    ended = sandbox.run(f"{program}\n\n{test_input}\n\nprint('\\n{word}')\n", "", timeout_s)
+    word, with_test = secrets.token_hex(16), f"{program}\n\n{test_input}\n\nprint('\\n"
+    # As a module, whose part for a program that is run by itself (if __name__ == "__main__") has nothing to read.
+    ended = sandbox.run(f"{with_test}{word}')\n", "", timeout_s, name="program")
     return ended.code == 0 and ended.output.endswith(f"\n{word}\n")
 
 
@@ -90,16 +93,15 @@ def program_of(response: str) -> str:
     """Return the program in a response."""
     blocks: list[tuple[str, str]] = _FENCED.findall(response)
     python = [text for language, text in blocks if language.lower() in ("python", "py", "python3")]
-    return (python or [text for _, text in blocks] or [response])[-1]
+    return textwrap.dedent((python or [text for _, text in blocks] or [response])[-1])  # a list's item is indented
 
 
 def read_tests(column: Any, entry_point: str | None = None) -> list[Test]:
     """Return the tests in a column, see :class:`Code`. Raises ValueError for what is none."""
     if isinstance(column, str):
-        try:
+        with contextlib.suppress(ValueError):
             column = json.loads(column)
-        except ValueError:
-            column = [column]
+        column = [column] if isinstance(column, str) else column
     tests = [(_call_check(test, entry_point) if output is None else test, output) for test, output in _tests(column)]
     if not tests:
         raise ValueError("the row has no tests")

@@ -54,8 +54,8 @@ class Sandbox:
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def run(self, program: str, stdin: str, timeout_s: float) -> ProgramResult:
-        """Run the Python ``program`` with ``stdin`` for at most ``timeout_s``.
+    def run(self, program: str, stdin: str, timeout_s: float, name: str = "__main__") -> ProgramResult:
+        """Run the Python ``program`` with ``stdin`` for at most ``timeout_s``; ``name`` is its ``__name__``.
 
         Raises OSError where the process, or one without a network, cannot be had.
         """
@@ -64,19 +64,19 @@ class Sandbox:
             (directory / "program.py").write_text(program, encoding="utf-8", errors="replace")
             (directory / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
             (directory / "output").touch()
-            code = self._run(directory, timeout_s)
+            code = self._run(directory, timeout_s, name)
             return ProgramResult(code, (directory / "output").read_bytes().decode("utf-8", "replace"))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _run(self, directory: Path, timeout_s: float) -> int | None:
+    def _run(self, directory: Path, timeout_s: float, name: str) -> int | None:
         """Return the exit code of the program in ``directory``."""
         if self._process is None:
             self._start()
         assert self._process is not None
         self._control.settimeout(timeout_s + GRACE_S)
         try:
-            self._control.sendall(f"{directory} {timeout_s}".encode())
+            self._control.sendall(f"{directory} {name} {timeout_s}".encode())
             answer = self._control.recv(16)
         except TimeoutError:
             self._end()

@@ -26,7 +26,7 @@ CHILDREN = "/proc/thread-self/children"
 
 
 def main() -> None:
-    """Run a program for each message ``DIRECTORY SECONDS``, and answer with its exit code or :data:`NO_END`."""
+    """Run a program for each message ``DIRECTORY NAME SECONDS``, and answer with its exit code or :data:`NO_END`."""
     control, megabytes, offline = map(int, sys.argv[1:4])
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,26 +42,26 @@ def main() -> None:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a program leaves becomes a child of this process
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while message := os.read(control, 4096).decode():
-        directory, _, seconds = message.rpartition(" ")
+        directory, name, seconds = message.rsplit(" ", 2)
         child = os.fork()
         if child == 0:
             os.close(control)
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            run_program(directory, megabytes, int(float(seconds)) + 1)
+            run_program(directory, name, megabytes, int(float(seconds)) + 1)
             return
         code = wait_for(child, float(seconds))
         end_all(child, bool(offline))
         os.write(control, b"%d" % code)
 
 
-def run_program(directory: str, megabytes: int, seconds: int) -> None:
-    """Become the program in ``directory``, whose end is that of this process."""
+def run_program(directory: str, name: str, megabytes: int, seconds: int) -> None:
+    """Become the program in ``directory``, as the module ``name``, whose end is that of this process."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     os.chdir(directory)
     os.environ.update(HOME=directory, TMPDIR=directory)
-    for name, flags, descriptor in (("stdin", os.O_RDONLY, 0), ("output", os.O_WRONLY, 1)):
-        os.dup2(os.open(name, flags), descriptor)
+    for file, flags, descriptor in (("stdin", os.O_RDONLY, 0), ("output", os.O_WRONLY, 1)):
+        os.dup2(os.open(file, flags), descriptor)
     for kind, limit in (
         (resource.RLIMIT_AS, megabytes << 20),
         (resource.RLIMIT_CPU, seconds),
@@ -70,7 +70,7 @@ def run_program(directory: str, megabytes: int, seconds: int) -> None:
     ):
         resource.setrlimit(kind, (limit, limit))
     sys.argv = ["program.py"]
-    runpy.run_path("program.py", run_name="__main__")
+    runpy.run_path("program.py", run_name=name)
 
 
 def wait_for(child: int, seconds: float) -> int:

@@ -15,6 +15,8 @@ def test_the_last_python_block_is_the_program() -> None:
     assert program_of(response) == "b\n"
     assert program_of("```\na\n``` ```\nb\n```") == "b\n"
     assert program_of("print(1)") == "print(1)"
+    in_a_list = "1. So:\n   ```python\n   def f():\n       return 1\n   ```\n"
+    assert program_of(in_a_list).rstrip() == "def f():\n    return 1"
 
 
 @pytest.mark.parametrize(
@@ -28,8 +30,7 @@ def test_the_last_python_block_is_the_program() -> None:
 )
 def test_tests_of_every_kind_also_as_json(column: Any, tests: list[tuple[str, str | None]]) -> None:
     assert read_tests(column) == tests
-    if not isinstance(column, str):
-        assert read_tests(json.dumps(column)) == tests
+    assert read_tests(json.dumps(column)) == tests
 
 
 def test_a_function_that_checks_is_called_with_the_entry_point() -> None:

@@ -29,9 +29,9 @@ _SAME = (
 """Settings that a run must go on with, but for those of :data:`_FREE`."""
 
 _FREE = (
-    "data.cache_dir", "data.train_files", "data.val_files", "reward.judge.api_key_env", "reward.judge.retries",
-    "reward.judge.slow_s", "reward.judge.timeout_s", "reward.judge.url", "reward.max_failed_share", "reward.timeout_s",
-    "reward.workers",
+    "data.cache_dir", "data.train_files", "data.val_files", "reward.concurrency", "reward.judge.api_key_env",
+    "reward.judge.retries", "reward.judge.slow_s", "reward.judge.timeout_s", "reward.judge.url",
+    "reward.max_failed_share", "reward.timeout_s", "reward.workers",
 )  # fmt: skip
 """Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
 

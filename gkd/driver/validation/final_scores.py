@@ -32,15 +32,12 @@ def _asked(prompt: Prompt) -> Any:
 def write_scores(sets: Iterable[tuple[str, int, Mapping[str, Scores]]], output: Path) -> None:
     """Write a file for each set: its name, samples of a question, and every question's scores. Raises OSError.
 
-    Only scores that every question has can be compared; a set without any has no file.
+    A question has the scores that could be measured of it; a set without any has no file.
     """
     for name, n_samples, questions in sets:
-        common = set.intersection(*map(set, questions.values())) if questions else set[str]()
-        if not common:
+        values = {key: dict(own) for key, own in questions.items() if own}
+        if not values:
             continue
-        values = {
-            key: {score: value for score, value in own.items() if score in common} for key, own in questions.items()
-        }
         directory = output / "results"
         directory.mkdir(exist_ok=True)
         mean = means(list(values.values()))

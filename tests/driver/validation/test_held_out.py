@@ -97,19 +97,21 @@ def test_accuracy_stays_beside_them_and_only_prompts_with_answers_are_compared()
 
 
 def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
-    """By what is asked; those that not every question has are no part of the file."""
+    """By what is asked; a score that one question lacks, as of a reward that failed there, is that of the others."""
     functions = ["accuracy", f"{OWN}:words", f"{OWN}:raises"]
     validation, _ = made(prompts("a", "a", "b"), reward={"functions": functions, "max_failed_share": 1.0})
     metrics = validation.run()
     first, again, other = validation.scores
     assert again == f"{first}-2" and other[:16] != first
-    own = {"usual": {"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, "empty": {}}
+    own = {"usual": {"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0, "reward/judge": 0.75}}, "empty": {}}
     write_scores([("val", 1, validation.scores), *((name, 4, scores) for name, scores in own.items())], tmp_path)
     usual, val = read_all([tmp_path])
     assert (usual.model, usual.set, usual.n, usual.samples) == (tmp_path.name, "usual", 2, 4)
+    assert (usual.scores["accuracy"].value, usual.scores["reward/judge"].value) == (0.75, 0.75)
     assert {f"val/{name}": mean.value for name, mean in val.scores.items() if name != "accuracy"} | {
         "val/accuracy": val.scores["accuracy"].value
-    } == {name: value for name, value in metrics.items() if "raises" not in name and name != "val/reward/mean"}
+    } == {name: value for name, value in metrics.items() if not name.endswith(("/failed", "val/reward/mean"))}
+    assert any("reward/raises" not in own for own in val.questions.values())
     assert [own["accuracy"] for own in val.questions.values()] == [1.0, 0.0, 0.0]
 
 

@@ -61,6 +61,8 @@ def test_functions_are_called_with_their_arguments(inputs: list[Any], outputs: l
         leetcode = [{"input": t["input"], "output": t["output"], "metadata": {"func_name": "scale"}} for t in each]
         assert [worth(function, each), worth(method, json.dumps(leetcode))] == [value] * 2
     assert worth("def other():\n    return 1", tests) == 0.0
+    by_itself = 'if __name__ == "__main__":\n    print(scale(*map(int, input().split())))'
+    assert worth(f"{function}\n{by_itself}", tests) == value  # which has nothing to read where a function is called
 
 
 def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
