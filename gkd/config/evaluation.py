@@ -49,7 +49,7 @@ class Evaluate(OpenSections):
         "auto",
         description="GPUs that answer: auto: all, with the fewest for one engine that by the plan it fits on; "
         "single: one engine of rollout.tensor_parallel_size GPUs; data_parallel: as many such engines as there is room "
-        "for; sharded: one engine over all GPUs of a node",
+        "for; sharded: one engine over all GPUs of a node, or as many as vLLM divides the model over",
     )
     strategies: EntryNames = Field(
         [DEFAULT_STRATEGY],

@@ -12,6 +12,7 @@ from gkd.config import Config, Rollout
 from gkd.config.device import GB, installed_device
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, Models, gpu_hardware, with_settings
+from gkd.planning.memory.cache import find_width_obstacle
 from gkd.planning.memory.pools import GroupMemory, pool_memory
 from gkd.planning.shapes import ModelShape, read_shape
 
@@ -44,8 +45,8 @@ def with_engines(config: Config, gpus_of_nodes: Sequence[int], model: tuple[str,
         case "data_parallel":
             tp = rollout.tensor_parallel_size
         case "sharded":
-            heads = read_shape(path, f"models.{name}").heads
-            tp, nnodes = max(width for width in _widths(rollout, n) if heads % width == 0), 1
+            shape = read_shape(path, f"models.{name}")
+            tp, nnodes = max(width for width in _widths(rollout, n) if not find_width_obstacle(shape, width)), 1
             n = tp
             if tp == 1 and len(_widths(rollout, n)) == 1 and not rollout.engine_class.tensor_parallel:
                 raise ConfigError(f"evaluate.mode=sharded: rollout.engine={rollout.engine} runs on one GPU")
@@ -88,7 +89,7 @@ def smallest_width(config: Config, model: tuple[str, str], n: int) -> int:
     tried = [
         (width, memory_of_engine(config, shape, width))
         for width in _widths(config.rollout, n)
-        if shape.heads % width == 0
+        if not find_width_obstacle(shape, width)
     ]
     return choose_width(f"models.{model[0]}", tried, lambda memory: memory.fits or not config.plan.check)
 

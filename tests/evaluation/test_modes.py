@@ -70,7 +70,7 @@ def test_a_model_that_fits_nowhere_is_named(model: Any) -> None:
         (["rollout.tensor_parallel_size=2"], [5], (2, 2, 1)),
         (["evaluate.mode=single"], [8], (1, 1, 1)),
         (["evaluate.mode=data_parallel", "rollout.tensor_parallel_size=4"], [8], (2, 4, 1)),
-        (["evaluate.mode=sharded"], [8], (1, 7, 1)),  # of 28 heads
+        (["evaluate.mode=sharded"], [8], (1, 4, 1)),  # of 28 heads and 4 for keys
         (["rollout.gpus=2-3"], [8], (2, 1, 1)),
         (["rollout.gpus=2-5", "evaluate.mode=single"], [8], (1, 1, 1)),
         (["rollout.engine=hf"], [4], (4, 1, 1)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel
 from gkd.planning.layout import Layout, engine_class, with_settings
+from gkd.planning.memory.cache import find_width_obstacle
 from gkd.planning.memory.colocation import memory_of
 from gkd.planning.memory.pools import GroupMemory, slots_of
 
@@ -171,10 +172,10 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
 
 
 def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
-    n, room, heads = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.shape_of(section).heads
+    n, room, shape = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.shape_of(section)
     now = engine.tensor_parallel_size
-    wider = [now << i for i in (1, 2, 3)] if heads % now == 0 else [1, 2, 4, 8]
-    widths = [tp for tp in wider if heads % tp == 0]
+    wider = [1, 2, 4, 8] if find_width_obstacle(shape, now) else [now << i for i in (1, 2, 3)]
+    widths = [tp for tp in wider if not find_width_obstacle(shape, tp)]
     with_more_gpus = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)
     return [
         Change(f"{section}.tensor_parallel_size", 1, tuple(tp for tp in widths if n % tp == 0)),
@@ -184,13 +185,14 @@ def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]
 
 def _span_nodes(layout: Layout, section: str, room: int) -> list[int]:
     """List widths of an engine on all GPUs of one node or several, where one on those of fewer does not fit."""
-    per_node, heads = layout.gpus_per_node, layout.models.shape_of(section).heads
+    per_node, shape = layout.gpus_per_node, layout.models.shape_of(section)
     if not _takes_any_gpus(layout.config, section) or section in layout.config.hosts().values():
         return []
-    widest = max(width for width in range(1, per_node + 1) if per_node % width == heads % width == 0)
+    even = (width for width in range(1, per_node + 1) if per_node % width == 0)
+    widest = max(width for width in even if not find_width_obstacle(shape, width))
     if memory_with(layout, section, {f"{section}.tensor_parallel_size": widest}).fits:
         return [widest] if widest > room else []
-    return [nnodes * per_node for nnodes in (2, 4) if heads % (nnodes * per_node) == 0]
+    return [n * per_node for n in (2, 4) if not find_width_obstacle(shape, n * per_node)]
 
 
 def _offer_fewer_engines(config: Config, section: str, engine: Engine) -> tuple[int, ...]:

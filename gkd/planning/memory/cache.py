@@ -1,4 +1,4 @@
-"""What sequences take of the cache of an engine that manages its memory, as vLLM gives it out.
+"""Over how many GPUs vLLM divides a model, and what sequences take of its cache there.
 
 vLLM keeps the keys and values of all tokens of a layer that attends to all, of one with a window those of the window.
 It puts layers of one kind into groups of as many layers each, which take blocks from one pool
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gkd.planning.shapes import ModelShape
 
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+PADDED_TO = 64  # rows of an embedding in vLLM (vllm.model_executor.layers.vocab_parallel_embedding)
 STEPS_AT_ONCE = 2  # vLLM schedules a step while the one before it runs
 
 
@@ -33,6 +34,25 @@ class CacheUse:
     def bytes_of(self, n: int) -> int:
         """Return the bytes of ``n`` sequences, one at least."""
         return self.first + (n - 1) * self.further
+
+
+def find_width_obstacle(shape: ModelShape, tp: int) -> str:
+    """Return what vLLM cannot divide over ``tp`` GPUs, empty where there is nothing.
+
+    GPUs share attention heads out evenly, and key-value heads, or each of those goes to equally many GPUs
+    (vllm.model_executor.layers.linear, QKVParallelLinear); latent attention has none.
+    """
+    setting, kv_heads = f"tensor_parallel_size={tp}", shape.kv_heads
+    if shape.heads % tp:
+        return f"{setting} does not divide {shape.heads} attention heads"
+    if not shape.latent and kv_heads % tp and tp % kv_heads:
+        return f"{setting} neither divides {kv_heads} key-value heads nor is a multiple of them"
+    dense = (kind.width for kind in shape.layers if kind.experts is None)
+    if width := next((width for width in dense if width % tp), 0):
+        return f"{setting} does not divide the {width} columns of a feed-forward part"
+    if (rows := -(-shape.vocabulary // PADDED_TO) * PADDED_TO) % tp:
+        return f"{setting} does not divide the {rows} rows that the vocabulary is padded to"
+    return ""
 
 
 def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:

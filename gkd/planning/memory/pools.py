@@ -25,7 +25,7 @@ from gkd.planning.memory.actor import (
     offloaded_bytes,
     peak_items,
 )
-from gkd.planning.memory.cache import BLOCK, CacheUse, block_bytes, cache_use, kv_bytes
+from gkd.planning.memory.cache import BLOCK, CacheUse, block_bytes, cache_use, find_width_obstacle, kv_bytes
 from gkd.planning.shapes import Layers, ModelShape
 from gkd.planning.transfer import transfer_of
 
@@ -160,10 +160,8 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         items["weights being received"] = _received_bytes(layout, shape, tp)
     use = _use_of(layout, group, engine, longest)
     n_held = use.count_in(cache)
-    shortage = ""
-    if shape.heads % tp:
-        shortage = f"tensor_parallel_size={tp} does not divide {shape.heads} attention heads"
-    elif n_held < 1:
+    shortage = find_width_obstacle(shape, tp)
+    if not shortage and n_held < 1:
         shortage = f"{(use.first - cache) / GB:.1f} GB short of one sequence's cache"
     return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, slots))
 
@@ -219,7 +217,9 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
         top_k = _largest_top_k(layout, group, shape)
         items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * RESULT_ENTRY))
     n_held = cache_use(shape, 1, c, workload.longest, workload.longest, block=1).count_in(engine.cpu_cache_gb * GIB)
-    shortage = "" if n_held else f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
+    shortage = find_width_obstacle(shape, engine.tensor_parallel_size)
+    if not shortage and not n_held:
+        shortage = f"kv_cache_gb={engine.cpu_cache_gb} holds no sequence of {workload.longest:,} tokens"
     notes = _cache_notes(n_held, workload.longest, engine.slots)
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 

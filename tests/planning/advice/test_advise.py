@@ -28,7 +28,7 @@ from gkd.planning.layout import Layout, has_room, require_lengths, with_settings
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.memory.pools import GroupMemory
 from tests.error_text import contains_in_order
-from tests.planning.layouts import DATA, layout_of
+from tests.planning.layouts import DATA, layout_of, layout_with
 
 GRPO = ("+recipe=grpo", "model.size=1.5b", "placement=8gpu")
 CASES = {
@@ -244,6 +244,21 @@ def test_less_memory_asks_more() -> None:
     assert middle.level == 1
     assert small is not None
     assert small.level > 1 or len(small.settings) > len(middle.settings)
+
+
+def test_no_width_is_advised_that_vllm_refuses() -> None:
+    """Phi-4 has 40 heads and 10 for keys and values, which 4 GPUs do not share."""
+    own = {"model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+           "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352}  # fmt: skip
+    for gpu, advised in (("rtx-4090", [{"rollout.tensor_parallel_size": 2}]), ("rtx-3060", [])):
+        s = layout_with(own, "+recipe=grpo", "model.size=14b", f"plan.gpu_type={gpu}", "rollout.n_gpus_per_node=4")
+        assert [dict(one.settings) for one in advise(s, "rollout")] == advised
+        config = with_settings(s.config, {"rollout.tensor_parallel_size": 4})
+        with pytest.raises(
+            ConfigError, match=r"^rollout: tensor_parallel_size=4 .*\b10\b.*plan\.check=false"
+        ) as caught:
+            require_memory(config, s.models, {"rollout": s.hardware.memory})
+        assert "\n" not in str(caught.value)
 
 
 def test_a_layout_that_cannot_fit_ends_in_one_line() -> None:

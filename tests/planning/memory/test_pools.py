@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gkd.errors import ConfigError
 from gkd.planning.advice.advise import plan_sizes
-from gkd.planning.layout import engine_class, with_settings
-from gkd.planning.memory.cache import cache_use, kv_bytes
+from gkd.planning.layout import cpu_hardware, engine_class, with_settings
+from gkd.planning.memory.cache import cache_use, find_width_obstacle, kv_bytes
 from gkd.planning.memory.pools import (
     COLLECTIVES,
     cache_gb_of,
@@ -186,6 +187,32 @@ def test_tensor_parallelism_divides_weights_and_must_divide_heads() -> None:
     assert pool_memory(s, "teacher", four).items["weights"] == one.items["weights"] / 4
     eight = s.config.teacher.model_copy(update={"tensor_parallel_size": 8, "n_gpus_per_node": 8})
     assert contains_in_order(pool_memory(s, "teacher", eight).shortage, "8", "28 attention heads")
+
+
+PHI4 = {
+    "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+    "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "lacking"),
+    [
+        (PHI4, 1, ""), (PHI4, 2, ""), (PHI4, 3, "40"), (PHI4, 4, "10"), (PHI4, 5, "100352"), (PHI4, 20, "100352"),
+        (PHI4 | {"vocab_size": 100_351}, 2, ""), (PHI4 | {"vocab_size": 320}, 20, ""),
+        (PHI4 | {"intermediate_size": 17919}, 2, "17919"),
+        (PHI4 | {"kv_lora_rank": 512}, 4, ""),
+        (QWEN3_30B, 8, ""), (QWEN3_30B | {"moe_intermediate_size": 767}, 8, ""),
+    ],
+)  # fmt: skip
+def test_an_engine_is_as_wide_as_vllm_divides_a_model(config: dict[str, Any], width: int, lacking: str) -> None:
+    """Heads, the feed-forward part and rows of the vocabulary evenly; of key-value heads each GPU has some or one."""
+    assert contains_in_order(obstacle := find_width_obstacle(shape_of(config), width), lacking)
+    assert bool(obstacle) == bool(lacking)
+    s = layout_with(config, "+recipe=grpo", "model.size=14b", "plan.gpu_type=h200")
+    pool = s.config.rollout.model_copy(update={"tensor_parallel_size": width, "n_gpus_per_node": width})
+    assert pool_memory(s, "rollout", pool).shortage == obstacle
+    assert pool_memory(replace(s, hardware=cpu_hardware(s.config.plan)), "rollout", pool).shortage == obstacle
 
 
 def test_of_four_bit_weights_a_matrix_of_a_layer_is_expanded_at_a_time() -> None:

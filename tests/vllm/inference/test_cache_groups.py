@@ -22,7 +22,7 @@ def test_a_sequence_takes_the_blocks_that_vllm_asks_for(full: int, windowed: int
     own: dict[str, KVCacheSpec] = {f"full.{i}": FullAttentionSpec(**heads) for i in range(full)}
     own |= {f"windowed.{i}": SlidingWindowSpec(**heads, sliding_window=window) for i in range(windowed)}
     groups = _get_kv_cache_groups_uniform_page_size(own)
-    a_block = max(len(group.layer_names) for group in groups) * groups[0].kv_cache_spec.page_size_bytes
+    a_block: int = max(len(group.layer_names) for group in groups) * groups[0].kv_cache_spec.page_size_bytes
 
     def taken(in_flight: int) -> int:
         n_blocks: int = sum(
