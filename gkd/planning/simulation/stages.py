@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
 from gkd.config.transfer import passes_worker
@@ -240,15 +241,15 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     layers, head = 3 + actor.gradient_checkpointing - lora, 3 if lora else 4
     to_and_fro, from_host = 2 * c + (0 if lora else F32), 2 * c if lora else 3 * F32
     once = adam_s(layout, world)
-    if size < world and not lora:  # gradients of all copies are summed, twice over the slowest link
-        once += 2 * F32 * shape.n_parameters / size / (hardware.link if nnodes == 1 else hardware.network)
+    if not lora:
+        once += sum_s(layout, world, nnodes, F32 * shape.n_parameters)
 
     def pass_s(samples: int, layers: int, heads: int, gathered: float, from_host: float) -> float:
         """``gathered``, ``from_host``: bytes of a parameter that move for every micro-batch."""
         tokens = -(-samples // world) * workload.length
         micro = min(max(actor.micro_batch_tokens, workload.length), tokens)  # the largest may be longer, and padded
         computed = micro * (layers * a_layer_pass + heads * a_head / workload.length) / hardware.flops
-        moved = gathered * shape.n_parameters * (1 - 1 / size) / _copy_link(layout, world, nnodes)
+        moved = gather_s(layout, world, nnodes, gathered * shape.n_parameters)
         hosted = actor.offloaded == "weights" and not hardware.is_cpu
         over_host_link = from_host * shape.n_parameters / size / HOST_LINK if hosted else 0.0
         return tokens / micro * max(computed, moved, over_host_link)
@@ -261,10 +262,32 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     return actor.epochs * learned + n_forward * forward
 
 
-def _copy_link(layout: Layout, world: int, nnodes: int) -> float:
-    """Return the bytes a second of the slowest link between the ranks that hold one copy of the student together."""
-    within = layout.config.actor.copy_size(world) <= world // nnodes
-    return layout.hardware.link if within else layout.hardware.network
+def gather_s(layout: Layout, world: int, nnodes: int, n_bytes: float) -> float:
+    """Return the seconds in which all copies of the student gather ``n_bytes``, or reduce as many to their shards.
+
+    In a ring of a copy's ranks, which are neighbours, all parts but one pass every link. So all but one part of every
+    copy that has ranks on a node and elsewhere pass the network of that node.
+    """
+    size, per_node = layout.config.actor.copy_size(world), world // nnodes
+    cut: list[set[int]] = [{end // size} if end % size else set() for end in range(0, world, per_node)]
+    n_rings = max(len(before | after) for before, after in pairwise([*cut, set()]))
+    return _ring_s(layout, (1 - 1 / size) * n_bytes, n_rings)
+
+
+def sum_s(layout: Layout, world: int, nnodes: int, n_bytes: float) -> float:
+    """Return the seconds in which ``n_bytes`` of gradients, of which ranks have shards, are summed over all copies.
+
+    A ring for each shard is over that rank of every copy, and so over all nodes; all of a shard's parts but one pass
+    every link twice. Rings of all shards that a node has pass its network.
+    """
+    size = layout.config.actor.copy_size(world)
+    n_rings = min(size, world // nnodes) if nnodes > 1 else 0
+    return _ring_s(layout, 2 * (1 - size / world) * n_bytes / size, n_rings)
+
+
+def _ring_s(layout: Layout, passed: float, n_rings: int) -> float:
+    """Return the seconds of rings that each pass ``passed`` bytes on, ``n_rings`` of them over a node's network."""
+    return max(passed / layout.hardware.link, n_rings * passed / layout.hardware.network)
 
 
 def adam_s(layout: Layout, world: int) -> float:
@@ -293,8 +316,7 @@ def sync_s(layout: Layout, world: int, nnodes: int) -> float:
         n_sent = round(sum(n * w.shard_size(1) for n, w in adapter_weights(shape, layout.config.actor.lora)))
     n_bytes = layout.compute_bytes * n_sent
     transfer = TRANSFERS.load(transfer_of(layout))
-    lacking = 1 - 1 / layout.config.actor.copy_size(world)
-    gathered = lacking * n_bytes / _copy_link(layout, world, nnodes) if transfer.gathers else 0.0
+    gathered = gather_s(layout, world, nnodes, n_bytes) if transfer.gathers else 0.0
     if not transfer.gpu_to_gpu:
         return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
     link = hardware.link if _is_on_one_node(layout) else hardware.network

@@ -15,10 +15,12 @@ from gkd.planning.simulation.stages import (
     adam_s,
     decode_s,
     forward_flops,
+    gather_s,
     generate_s,
     quick_step_s,
     score_s,
     stages_of,
+    sum_s,
     update_s,
     weights_read,
 )
@@ -197,8 +199,47 @@ def test_copies_within_a_node_sum_gradients_once_a_step_over_the_network() -> No
     )
     slow_s, fast_s, copies_s = (update_s(layout, 16, 2) for layout in (whole, fast, copies))
     assert slow_s > 2 * copies_s
-    once = 2 * 4 * whole.models.student.n_parameters / 8 / 5e9
+    once = 4 * whole.models.student.n_parameters / 5e9  # all eight shards pass, over cards that they share
     assert copies_s == pytest.approx(fast_s + once + adam_s(copies, 16) - adam_s(whole, 16), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "size", "by_link", "by_network"),
+    [
+        (1, 8, 7 / 8, 0), (1, 4, 3 / 4, 0),
+        (2, 16, 15 / 16, 15 / 16),  # one ring in and out of each node
+        (2, 8, 7 / 8, 0), (2, 4, 3 / 4, 0), (2, 1, 0, 0),
+        (3, 24, 23 / 24, 23 / 24),
+        (3, 6, 5 / 6, 2 * 5 / 6),  # GPUs 6 to 11 and 12 to 17 are on two nodes each, which share the second one
+        (3, 12, 11 / 12, 2 * 11 / 12),
+        (3, 3, 2 / 3, 2 * 2 / 3),
+    ],
+)  # fmt: skip
+def test_copies_gather_over_the_network_of_the_nodes_that_they_straddle(
+    nnodes: int, size: int, by_link: float, by_network: float
+) -> None:
+    """By hand: of every copy all parts but one pass each link of its ring, on nodes of eight GPUs."""
+    s = layout_of(*LONG, f"actor.fsdp_size={size}", "trainer.n_gpus_per_node=8", f"trainer.nnodes={nnodes}",
+                  "plan.link_gb_s=2", "plan.network_gb_s=1")  # fmt: skip
+    assert gather_s(s, 8 * nnodes, nnodes, 1e9) == pytest.approx(max(by_link / 2, by_network))
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "size", "by_link", "by_network"),
+    [
+        (1, 8, 0, 0), (1, 4, 2 * 1 / 2 / 4, 0), (1, 1, 2 * 7 / 8, 0),
+        (2, 16, 0, 0), (2, 8, 2 * 1 / 2 / 8, 1),  # eight rings of an eighth each
+        (2, 4, 2 * 3 / 4 / 4, 2 * 3 / 4), (2, 1, 2 * 15 / 16, 2 * 15 / 16),
+        (3, 12, 2 * 1 / 2 / 12, 8 / 12),  # a node has eight of twelve shards
+    ],
+)  # fmt: skip
+def test_copies_sum_all_shards_over_the_cards_of_a_node(
+    nnodes: int, size: int, by_link: float, by_network: float
+) -> None:
+    """By hand: a ring for each shard, over as many GPUs as there are copies, in which all parts but one pass twice."""
+    s = layout_of(*LONG, f"actor.fsdp_size={size}", "trainer.n_gpus_per_node=8", f"trainer.nnodes={nnodes}",
+                  "plan.link_gb_s=2", "plan.network_gb_s=1")  # fmt: skip
+    assert sum_s(s, 8 * nnodes, nnodes, 1e9) == pytest.approx(max(by_link / 2, by_network))
 
 
 def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
