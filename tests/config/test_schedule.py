@@ -91,6 +91,7 @@ def test_a_learning_rate_that_never_gets_there_is_named() -> None:
         ("algorithm.importance_sampling.mask=true", "algorithm.importance_sampling.level=token"),
         ("rollout.horizon.steps=5", "rollout.horizon.start=4"),
         ("schedule.recompute_cache=false", "schedule.in_flight=true"),
+        ("reward_model.model.path=/m", "reward.functions=[reward_model]"),
     ],
 )
 def test_a_setting_without_effect_is_warned_of(idle: str, needed: str) -> None:

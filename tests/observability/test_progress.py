@@ -67,6 +67,13 @@ def test_a_change_is_of_what_was_measured_before() -> None:
     assert changes({"val/a": 0.5, "val/b": 2.0}, {"val/a": 0.75}) == "val/a 0.5000 (-0.2500)  val/b 2.0000"
 
 
+def test_the_loss_on_answers_is_that_of_their_tokens() -> None:
+    """Not its part of the batch's loss, which has their share and weight in it."""
+    row = {"actor/supervised_loss": 0.25, "actor/cross_entropy": 1.75}
+    line = Progress(Console(file=io.StringIO()), 10).line(1, row)
+    assert "cross-entropy 1.7500" in line and "0.25" not in line
+
+
 def test_what_rounds_to_zero_has_no_sign() -> None:
     assert changes({"val/reverse_kl": -1e-9}, {"val/reverse_kl": 1e-9}) == "val/reverse_kl 0.0000 (+0.0000)"
     assert summary.line({"val/reverse_kl": -1e-9}) == "val/reverse_kl 0.0000"

@@ -261,13 +261,18 @@ def test_a_run_refuses_a_size_without_a_model() -> None:
         find_inputs(config, print)
 
 
-def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None:
-    """Of the same layout they are its own; of another one they scale with the estimate."""
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_timings_of_an_earlier_run_are_taken(dynamic: bool, model: str, tmp_path: Path) -> None:
+    """Of the same layout they are its own; of another one they scale with the estimate.
+
+    Tokens are of all samples, also of those that dynamic sampling left out.
+    """
     run = tmp_path / "run"
     run.mkdir()
     overrides = ["+recipe=grpo", f"model.path={model}", "placement=8gpu", "data.max_prompt_length=200"]
     config = compose([*DATA, *overrides])
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
+    many = {"reward/groups": 2.0 * config.trainer.batch_size} if dynamic else {}
     with JsonLines(run / "metrics.jsonl") as log:
         log.write({"step": 0, "epoch": 0, "val/accuracy": 0.1})
         for step, update in ((1, 99.0), (2, 7.0), (3, 7.0)):
@@ -275,7 +280,7 @@ def test_timings_of_an_earlier_run_are_taken(model: str, tmp_path: Path) -> None
                 {
                     "step": step, "timing_s/generate": 3.0, "timing_s/score": 0.0, "timing_s/update": update,
                     "timing_s/sync": 0.5, "timing_s/step": 10.5, "response/length_mean": 100.0,
-                    "perf/tokens_per_second": 512 * 150 / 10.5,
+                    "perf/tokens_per_second": (1 + dynamic) * 512 * 150 / 10.5, **many,
                 }
             )  # fmt: skip
     result = planned(tmp_path, *overrides, "--from", str(run))

@@ -176,6 +176,8 @@ def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
     assert concurrent_sequences(s, "rollout", planned) == slots_of(s, "rollout", planned) == 128
     assert plan_sizes(s.config, s.models, {"rollout": 139e9})["rollout.kv_cache_gb"] == gb
     assert cache_gb_of(s, "rollout", engine.model_copy(update={"kv_cache_gb": 30})) == 30
+    estimated = replace(s, models=replace(s.models, student=replace(shape, is_exact=False)))
+    assert cache_gb_of(estimated, "rollout", engine) is None  # it may be more
     small = engine.model_copy(update={"gpu_memory_utilization": 0.05})  # leaves less than that
     assert cache_gb_of(s, "rollout", small) is None
 

@@ -316,13 +316,13 @@ def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_p
         return load({"trainer": trainer, **models, "data": data, "reward": reward})
 
     write(run("/here"), tmp_path, 5)
-    changed = run("/there", timeout_s=60.0, workers=4, max_failed_share=0.5)
+    changed = run("/there", timeout_s=60.0, workers=4, concurrency=8, max_failed_share=0.5)
     assert differences(find(changed, tmp_path), changed).partition(": ")[2] == (
         "data.cache_dir /here/cache -> /there/cache, "
         "data.train_files ['/here/train.jsonl'] -> ['/there/train.jsonl'], "
         "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], "
-        "data.val_sets.hard.files ['/here/hard.jsonl'] -> ['/there/hard.jsonl'], reward.max_failed_share 0.2 -> 0.5, "
-        "reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
+        "data.val_sets.hard.files ['/here/hard.jsonl'] -> ['/there/hard.jsonl'], reward.concurrency 32 -> 8, "
+        "reward.max_failed_share 0.2 -> 0.5, reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
     )
     with pytest.raises(ConfigError, match=r"reward\.length\.target_length=null, this is 3"):
         find(run("/here", length={"target_length": 3}), tmp_path)
