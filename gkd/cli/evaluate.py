@@ -10,6 +10,7 @@ where an earlier one ended, also with more samples or further models. Exit codes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
 SAMPLING = {"rollout.n": "samples"} | {
     f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
 }
+
+_NAMED_SETS = re.compile(r"sets|evaluate\.sets(\.[^.]+(\.files)?)?")
+"""Settings that name sets of questions; another one of a set is for that of the run."""
 
 
 @entry_point
@@ -92,7 +96,7 @@ def _compose_for_run(named: str, overrides: Sequence[str]) -> tuple[Config, tupl
         raise ConfigError(f"{named}: no run is there (its config.yaml); models.NAME=DIR measures a model by itself")
     config = compose([str(run / "config.yaml")])
     models = models_of_run(run, config)
-    with_sets = not any(override.lstrip("+").startswith(("sets=", "evaluate.sets")) for override in overrides)
+    with_sets = not any(_NAMED_SETS.fullmatch(override.lstrip("+").partition("=")[0]) for override in overrides)
     own = overrides_of(escape(settings_of(config, models, run, with_sets)))
     return compose_evaluation([*own, *overrides]), models.further
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cli.evaluate import configure, main
+from gkd.cli.evaluate import _compose_for_run, configure, main
+from gkd.driver.checkpoints.run_models import RunModels
 from gkd.errors import ConfigError
+from tests.data.models import save_model
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +89,29 @@ def test_a_run_of_a_sweep_is_named_though_its_directory_looks_like_a_setting(tmp
         configure([str(run), "another"])
     with pytest.raises(ConfigError, match="a model"):
         configure([])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sets"),
+    [
+        ("evaluate.sets.val.limit=4", {"val": (4, 1)}),
+        ("++evaluate.sets.val.samples=3 evaluate.sets.val.temperature=1", {"val": (9, 3)}),
+        ("++evaluate.sets.own.files=[b.jsonl]", {"own": (None, 1)}),
+        ("+sets=gsm8k", {"gsm8k": (None, 1)}),
+    ],
+)
+def test_a_runs_own_questions_are_asked_unless_others_are_named(
+    overrides: str, sets: dict[str, tuple[int | None, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another limit of them, or more samples, names none."""
+    save_model(tmp_path / "m")
+    (tmp_path / "config.yaml").write_text(
+        f"recipe: grpo\nmodel.path: {tmp_path}/m\n"
+        "data: {train_files: [a.jsonl], val_files: [a.jsonl], answer_key: c}\n"
+        "data.val_limit: 9\nreward.functions: [accuracy]\n"
+    )
+    monkeypatch.setattr(
+        "gkd.driver.checkpoints.run_models.models_of_run", lambda *_: RunModels(str(tmp_path / "m"), ())
+    )
+    config, _ = _compose_for_run(str(tmp_path), overrides.split())
+    assert {name: (its.limit, its.samples) for name, its in config.evaluate.sets.items()} == sets

@@ -63,20 +63,17 @@ def explain_finished(config: Config, output: Path) -> str | None:
     except ConfigError as error:
         log.warning("the run has done its %d steps, but its student is not all there: %s", steps, error)
         return None
+    done, setting = f"all {steps} steps are done", "a larger trainer.total_steps"
     if stopped is not None:
-        return (
-            f"the run in {output} is finished: it stopped early after step {steps}, and the trained student is in "
-            f"{model}; {stopped}: other values of trainer.stop_early would go on"
-        )
+        done, setting = f"it stopped early after step {steps} ({stopped})", "other values of trainer.stop_early"
     there = complete(output / "checkpoints")
-    further = (
-        f"a larger trainer.total_steps would go on after step {step_of(there[-1])}, from {there[-1]}"
-        if there
-        else f"it left no checkpoint, so more steps are a run of their own, with model.path={model}"
-    )
-    return (
-        f"the run in {output} is finished: all {steps} steps are done and the trained student is in {model}; {further}"
-    )
+    further = f"{setting} would go on after step {step_of(there[-1])}, from {there[-1]}" if there else _no_more(output)
+    return f"the run in {output} is finished: {done} and the trained student is in {model}; {further}"
+
+
+def _no_more(output: Path) -> str:
+    """Describe what a finished run is that left nothing to go on from."""
+    return f"it left no checkpoint, so more steps are a run of their own, with model.path={output / 'model'}"
 
 
 def find(config: Config, output: Path) -> SavedCheckpoint:
@@ -90,6 +87,8 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     if saved is None and damaged:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
         raise ConfigError(f"trainer.resume: every checkpoint in {directory} is damaged: {reasons}")
+    if saved is None and steps_done(output) is not None:
+        raise ConfigError(f"trainer.resume: the run in {output} is finished: {_no_more(output)}")
     if saved is None:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():

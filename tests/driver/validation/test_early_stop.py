@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import load
+from gkd.config import Config, load
 from gkd.config.validating import StopEarly, require_figures
-from gkd.driver.checkpoints.resume import explain_finished
+from gkd.driver.checkpoints.resume import explain_finished, find
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.errors import ConfigError
 from tests.data.models import save_model
@@ -62,10 +62,15 @@ def test_a_run_that_was_stopped_is_finished_until_it_is_to_wait_longer(tmp_path:
     rows = [{"step": step, "val/accuracy": value} for step, value in ((0, 0.5), (10, 0.5), (20, 0.4))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def explanation(patience: int) -> str | None:
+    def config(patience: int) -> Config:
         stop = {"metric": "val/accuracy", "patience": patience}
-        return explain_finished(load({"trainer": {"total_steps": 100, "stop_early": stop}}), tmp_path)
+        return load({"trainer": {"total_steps": 100, "stop_early": stop}})
 
-    text = explanation(2)
+    text = explain_finished(config(2), tmp_path)
     assert text is not None and re.search(r"\bstep 20\b.* 0\.5000 .*\bstep 0\b", text)
-    assert explanation(3) is None
+    assert explain_finished(config(3), tmp_path) is None
+    # Without a checkpoint nothing goes on, whatever trainer.stop_early is, and trainer.resume=auto begins nothing.
+    model = rf"model\.path={re.escape(str(tmp_path))}/model$"
+    assert re.search(model, text)
+    with pytest.raises(ConfigError, match=rf"is finished: .*{model}"):
+        find(config(3), tmp_path)
