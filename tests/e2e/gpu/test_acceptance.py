@@ -171,7 +171,7 @@ def test_a_check_that_runs_again_replaces_its_record(tmp_path: Path) -> None:
 
 
 def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = Gpus("570.1", 13000, ["H200"], [1], [1])
+    h200 = Gpus("570.1", 13000, ["H200"], [1], [1], [0])
     monkeypatch.setattr(acceptance, "installed_device", lambda: "cuda")
     assert acceptance._n_gpus(h200, False) == 1
     assert acceptance._n_gpus(None, True) == 0
