@@ -35,7 +35,8 @@ class Prompt:
     template's input, where the data holds messages, and ``tools`` the JSON schemas that it is given beside them.
     ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the prompt's tokens by that
     teacher's own template, None where they are the student's. ``file``: which of the files it is from. ``columns``: the
-    whole row, where rewards look at it.
+    whole row, where rewards look at it. ``question``: 16 hexadecimal digits of what its row asks and the right answers,
+    before any template and without system messages: the same in every run and for every model.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Prompt:
     file: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
+    question: str = ""
 
     @property
     def answers(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from gkd.data.layouts import (
     is_message,
     messages_to_answer,
     prompt_key,
+    prompt_of,
     require_text_alone,
     tools_of,
 )
@@ -129,11 +130,26 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: i
             messages=None if isinstance(value, str) else tuple(messages_to_answer(value)),
             tools=() if isinstance(value, str) else tools_of(row),
             teacher=None if data.teacher_key is None else str(row.get(data.teacher_key, "data.teacher_key")),
+            question=_digest_question(row, data, right),
         )
         for read in prompt.answers:
             _require_text(row, data.answer_key or VERL_ANSWER, read)
         _require_text(row, data.teacher_key, prompt.teacher or "")
         yield prompt
+
+
+def _digest_question(row: Row, data: Data, answers: tuple[str, ...]) -> str:
+    """Return :attr:`gkd.types.Prompt.question`; of the whole row where ``data.prompt_template`` alone states it."""
+    key = prompt_key(row, data)
+    if data.prompt_template is None:
+        question = prompt_of(row, key)
+    else:
+        question = value if isinstance(value := row.find(key), str) else row.values
+    if isinstance(question, list):
+        messages = messages_to_answer(question)
+        question = [message for message in messages if message["role"] != "system"] or messages
+    text = json.dumps([question, *answers], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _require_text(row: Row, key: str | None, text: str) -> None:

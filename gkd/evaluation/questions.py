@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +91,7 @@ def load_questions(
             "nothing can be measured"
         )
     own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
-    keys = question_keys((prompt, row.find(settings.prompt_key) or row.values) for prompt, row in own)
+    keys = number_repeated(loaded.prompts)
     questions = []
     for key, (prompt, row) in zip(keys, own, strict=True):
         if answered and prompt.answer is None:
@@ -120,16 +118,12 @@ def _data(name: str, settings: EvalSet, longest: int) -> Data:
         raise ConfigError(f"{setting}: {str(first['msg']).removeprefix('Value error, ')}") from None
 
 
-def question_keys(questions: Iterable[tuple[Prompt, Any]]) -> list[str]:
-    """Return a key for each prompt and the question of its row, before any model's template: the same in every run.
-
-    They are 16 hexadecimal digits of the question and its answers, and a number where these repeat.
-    """
+def number_repeated(prompts: Iterable[Prompt]) -> list[str]:
+    """Return a key for each prompt, the same in every run: its ``question``, with a number where that repeats."""
     seen: Counter[str] = Counter()
     keys = []
-    for prompt, question in questions:
-        text = json.dumps([question, *prompt.answers], sort_keys=True, default=str)
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        seen[key] += 1
-        keys.append(key if seen[key] == 1 else f"{key}-{seen[key]}")
+    for prompt in prompts:
+        seen[prompt.question] += 1
+        number = seen[prompt.question]
+        keys.append(prompt.question if number == 1 else f"{prompt.question}-{number}")
     return keys

@@ -135,6 +135,25 @@ def test_a_column_named_prompt_comes_before_messages(tmp_path: Path) -> None:
     assert load(tmp_path, [{"prompt": "a", "messages": [message("user", "b")]}]).prompts[0].text == "a"
 
 
+def test_what_is_asked_is_the_same_by_any_template_and_system_message(tmp_path: Path) -> None:
+    """So that runs with other ones are compared, and a run's own scores with those of ``gkd evaluate``."""
+
+    def questions(row: dict[str, Any], **settings: Any) -> list[str]:
+        loaded = load(tmp_path, [{**row, "answer": "b"}], answer_key="answer", **settings)
+        return [prompt.question for prompt in loaded.prompts]
+
+    text = questions({"prompt": "a b"})
+    settings: list[dict[str, Any]] = [{"prompt_template": "b {prompt}"}, {"apply_chat_template": True}]
+    assert all(questions({"prompt": "a b"}, **own) == text for own in [*settings, {"system_prompt": "a"}])
+    asks = message("user", "a b")
+    messages = questions({"messages": [asks]})
+    for turns in ([message("system", "a"), asks], [asks, message("assistant", "b")]):
+        assert questions({"messages": turns}) == questions({"messages": json.dumps(turns)}) == messages
+    assert questions({"messages": [asks]}, system_prompt="b") == messages
+    both = [questions({"left": left}, prompt_template="{left}") for left in ("a", "b")]
+    assert len({*text, *messages, *both[0], *both[1], *questions({"prompt": "a"})}) == 5
+
+
 def test_longer_prompts_are_counted_and_left_out(tmp_path: Path) -> None:
     prompt_set = load(tmp_path, [{"prompt": "a a a"}, {"prompt": "a a"}, {"prompt": "a a a a"}], max_prompt_length=2)
     assert ([p.id for p in prompt_set.prompts], prompt_set.n_too_long) == ([1], 2)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from gkd.evaluation.questions import question_keys
+from gkd.evaluation.questions import number_repeated
 from gkd.evaluation.results import Results
 from gkd.evaluation.scores import means
 from gkd.types import Prompt
@@ -15,18 +14,9 @@ Scores = Mapping[str, float]
 
 
 def key_by_question(prompts: Sequence[Prompt], scores: Mapping[int, Scores]) -> dict[str, Scores]:
-    """Return scores by what is asked, the same in every run, instead of by the number of the prompt.
-
-    System messages do not count: runs with different ones (``data.system_prompt``) ask the same questions.
-    """
+    """Return scores by what is asked, the same in every run, instead of by the number of the prompt."""
     scored = [prompt for prompt in prompts if prompt.id in scores]
-    keys = question_keys((prompt, _asked(prompt)) for prompt in scored)
-    return {key: scores[prompt.id] for key, prompt in zip(keys, scored, strict=True)}
-
-
-def _asked(prompt: Prompt) -> Any:
-    messages = [message for message in prompt.messages or () if message.get("role") != "system"]
-    return messages or prompt.messages or prompt.text  # the text is by a template
+    return {key: scores[prompt.id] for key, prompt in zip(number_repeated(scored), scored, strict=True)}
 
 
 def write_scores(sets: Iterable[tuple[str, int, Mapping[str, Scores]]], output: Path) -> None:
