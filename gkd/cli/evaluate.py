@@ -10,6 +10,7 @@ where an earlier one ended, also with more samples or further models. Exit codes
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
     from gkd.config import Config
     from gkd.evaluation.reloading import FurtherWeights
 
+log = logging.getLogger("gkd")
+
 SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
 SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
 """Sections and settings that an evaluation takes; another one would have no effect."""
 POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
+REWARDS = ("reward.functions", "reward.weights")
 SAMPLING = {"rollout.n": "samples"} | {
     f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
 }
@@ -45,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
     exit_on_signals()
     from gkd.cli.compare import show_each_score
+    from gkd.config.doubts import idle_sections
     from gkd.evaluation.run import evaluate
     from gkd.evaluation.table import show
     from gkd.observability.progress import console, log_to
@@ -52,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     out = console()
     log_to(out)
     config, further = configure(options.overrides)
+    for doubt in idle_sections({"evaluate": config.evaluate}):
+        log.warning(doubt)
     results = evaluate(config, out, options.quick, further)
     out.print()
     show(sorted(results, key=lambda result: list(config.evaluate.sets).index(result.set)), out)
@@ -130,6 +137,8 @@ def _require_effect(key: str, groups: Sequence[str]) -> None:
         raise ConfigError(f"{key} is for training; an evaluation takes +sets=NAME and placement=NAME")
     if key in POOL:
         raise ConfigError(f"{key}: evaluate.mode sets how many GPUs an evaluation takes, rollout.gpus which")
+    if key in REWARDS:
+        raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.rewards")
     if key in SAMPLING:
         raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.{SAMPLING[key]}")
     is_setting = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from gkd.config.base import GROUP_OF, Pool
+from gkd.config.open import OpenSections
 from gkd.config.run import Config
 
 
@@ -83,8 +84,16 @@ def _idle_settings(config: Config) -> Iterator[str]:
         value, default = getattr(settings, name), type(settings).model_fields[name].default
         if value != default and not has_effect:
             yield f"{section}.{name}={str(value).lower()} changes nothing without {section}.{needed}"
+    yield from idle_sections({"reward": config.reward, "trainer": config.trainer})
     if (path := config.reward_model.model.path) is not None and not config.has_reward_model_group:
         yield f"reward_model.model.path={path} changes nothing without reward.functions=[reward_model]"
+
+
+def idle_sections(by_name: Mapping[str, OpenSections]) -> Iterator[str]:
+    """Yield a warning for each section of a class that is not named, such as ``reward.judge``."""
+    for section, settings in by_name.items():
+        for name in settings.idle_sections():
+            yield f"{section}.{name}.* change nothing: {section}.{settings.selects} does not name {name}"
 
 
 def doubtful_line_ends(config: Config) -> Iterator[str]:

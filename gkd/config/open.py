@@ -143,6 +143,11 @@ class OpenSections(OpenSettings):
             classes[section] = owner
         return classes
 
+    def idle_sections(self) -> list[str]:
+        """Return sections of built-in classes that are not named, and so change nothing."""
+        used = map(shorten_name, self.selected_names())
+        return sorted((self.model_extra or {}).keys() & set(self.registry.names()) - set(used))
+
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
         """Yield the settings of built-in classes: dotted name, below ``prefix``, meaning, and what it is."""

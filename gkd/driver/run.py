@@ -32,7 +32,7 @@ from gkd.driver.loop.train import train
 from gkd.driver.startup import start, with_transfer
 from gkd.driver.validation.best import BestModel
 from gkd.driver.validation.early_stop import EarlyStop
-from gkd.driver.validation.final_scores import write_scores
+from gkd.driver.validation.final_scores import SetScores, write_scores
 from gkd.durable import replace
 from gkd.errors import ConfigError
 from gkd.observability import report
@@ -128,7 +128,8 @@ def _drive(
             if stop.reason is not None:
                 progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
-        write_scores([("val", 1, system.parts.validation.scores), *system.parts.val_sets.last_scores()], output)
+        own = SetScores("val", 1, system.parts.validation.scores)
+        write_scores([own, *system.parts.val_sets.last_scores()], output)
         for client in system.teachers.values():
             client.close()
     wall_s = state.wall_s + time.monotonic() - started_s

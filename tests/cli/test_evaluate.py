@@ -37,6 +37,14 @@ def test_an_engine_over_several_gpus_needs_no_other_setting(tmp_path: Path) -> N
 SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
 
 
+def test_settings_of_a_strategy_that_is_not_named_are_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["models.base=/none", SET, "rollout.engine=hf", "evaluate.fixed_k.k=2"])
+    assert "evaluate.fixed_k.* change nothing: evaluate.strategies" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +69,10 @@ SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
         (["models.base=none", "+sets=gsm9k"], "sets=gsm9k: no such choice (did you mean gsm8k?)"),
         (["models.base=none", SET, "evaluate.sets.sums.sampels=2"], "unknown setting evaluate.sets.sums.sampels (did "),
         (["models.base=none", SET, "evaluate.strategies=[]"], "evaluate.strategies names none, or one twice"),
+        (
+            ["models.base=none", SET, "reward.functions=[format]"],
+            "reward.functions is of training; a set of questions has its own: evaluate.sets.NAME.rewards",
+        ),
         (
             ["models.base=/none", SET, "rollout.engine=hf"],
             "models.base=/none: no such directory, and no model of that ",

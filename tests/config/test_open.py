@@ -12,8 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, ValidationError
 
+from gkd.config import load
 from gkd.config.base import Settings
 from gkd.config.compose import compose, compose_run
+from gkd.config.doubts import doubts
 from gkd.config.learning import ADVANTAGES
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.registry import Registry, make_absolute, source_digest
@@ -379,3 +381,11 @@ def test_methods_may_take_what_they_are_called_with_in_any_way(tmp_path: Path) -
         kind = ADVANTAGES.load(f"{file}:{name}")
         assert list(kind(None)([0.0, 2.0], [0, 0])) == [0.0, 2.0]
         assert kind.needs_batch == (name == "Batch")
+
+
+def test_settings_of_classes_that_are_not_named_are_warned_of() -> None:
+    own = {"reward": {"functions": ["format"], "length": {"target_length": 3}}, "trainer": {"wandb": {"project": "x"}}}
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **own})
+    one, other = (line for line in doubts(config) if "change nothing" in line)
+    assert "reward.length.*" in one and "reward.functions" in one
+    assert "trainer.wandb.*" in other and "trainer.trackers" in other

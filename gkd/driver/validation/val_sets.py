@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gkd.config import Config
+from gkd.driver.validation.final_scores import SetScores
 from gkd.evaluation.answering import seed_in_set
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions, sampling_of
 from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
-from gkd.evaluation.scores import SampledAnswer, means, scores_of_question
+from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question
 from gkd.rewards.completion import up_to_stop, without_stop
 from gkd.rollout.group import RolloutGroup
 from gkd.types import SampleRequest, ScoredSample, TrainingSample
@@ -21,6 +22,8 @@ RequestedSets = list[tuple[Questions, list[int]]]
 
 NOT_SHOWN = ("cost", "iterations", "avg@")
 """How scores begin of strategies, which validation has none of, and of what is the accuracy."""
+SPLIT = ("accuracy", "reward/")
+"""How scores begin that are shown of each difficulty as well."""
 SEED = 1  # the same at every validation, so that curves are comparable
 
 
@@ -34,6 +37,8 @@ class ValSets:
     rollout: RolloutGroup
     scores: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
     """Of each set the last scores, by question."""
+    groups: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Of each set the means of these by difficulty (:func:`group_by_difficulty`)."""
 
     def run(self, sets: Sequence[Questions]) -> dict[str, float]:
         """Measure it on some of the sets."""
@@ -59,10 +64,12 @@ class ValSets:
         sampling = sampling_of(self.config.rollout, questions.settings)
         return [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in _jobs(questions)]
 
-    def last_scores(self) -> list[tuple[str, int, Mapping[str, Mapping[str, float]]]]:
-        """Return each set's name, its samples of a question, and its last scores."""
+    def last_scores(self) -> list[SetScores]:
+        """Return the last scores of each set."""
         settings = self.config.data.val_sets
-        return [(name, settings[name].samples, scores) for name, scores in self.scores.items()]
+        return [
+            SetScores(name, settings[name].samples, scores, self.groups[name]) for name, scores in self.scores.items()
+        ]
 
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         settings, n = questions.settings, questions.settings.samples
@@ -87,8 +94,10 @@ class ValSets:
             scores_of_question(question, settings, sampled[place * n : (place + 1) * n])
             for place, question in enumerate(questions.questions)
         ]
-        self.scores[questions.name] = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
-        return _metrics(questions.name, values)
+        by_question = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
+        self.scores[questions.name] = by_question
+        self.groups[questions.name] = group_by_difficulty(questions.questions, by_question)
+        return _metrics(questions.name, values) | _metrics_by_difficulty(questions.name, self.groups[questions.name])
 
     def _answer_of(self, scored: ScoredSample, stops: Sequence[str]) -> RecordedAnswer:
         ids = scored.sample.sampled_ids.tolist()
@@ -111,3 +120,13 @@ def _metrics(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, floa
     if accuracy is not None and accuracy.stderr is not None:
         row[f"val/{name}/stderr"] = accuracy.stderr
     return row
+
+
+def _metrics_by_difficulty(name: str, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return val/NAME/difficulty/VALUE/SCORE: accuracy and rewards of the questions of each difficulty."""
+    return {
+        f"val/{name}/difficulty/{difficulty}/{score}": mean["value"]
+        for difficulty, group in groups.items()
+        for score, mean in group["scores"].items()
+        if score.startswith(SPLIT)
+    }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.config import load
-from gkd.driver.validation.final_scores import write_scores
+from gkd.driver.validation.final_scores import SetScores, write_scores
 from gkd.driver.validation.held_out import Validation
 from gkd.errors import RunFailed
 from gkd.evaluation.comparison import read_all
@@ -107,7 +107,8 @@ def test_scores_of_questions_are_kept_for_comparisons(tmp_path: Path) -> None:
     first, again, other = validation.scores
     assert [first, again, other] == ["question of a", "question of a-2", "question of b"]
     own = {"usual": {"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0, "reward/judge": 0.75}}, "empty": {}}
-    write_scores([("val", 1, validation.scores), *((name, 4, scores) for name, scores in own.items())], tmp_path)
+    val_sets = [SetScores(name, 4, scores) for name, scores in own.items()]
+    write_scores([SetScores("val", 1, validation.scores), *val_sets], tmp_path)
     usual, val = read_all([tmp_path])
     assert (usual.model, usual.set, usual.n, usual.samples) == (tmp_path.name, "usual", 2, 4)
     assert (usual.scores["accuracy"].value, usual.scores["reward/judge"].value) == (0.75, 0.75)

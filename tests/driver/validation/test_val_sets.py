@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from gkd.config import load
+from gkd.driver.validation.final_scores import write_scores
 from gkd.driver.validation.val_sets import ValSets
+from gkd.evaluation.comparison import read_all
 from gkd.evaluation.questions import load_questions
 from gkd.types import Sample, SampleRequest, Sampling, ScoredSample
 from tests.data.models import WORDS, word_tokenizer
@@ -70,6 +72,19 @@ def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
     assert due == {0: {"usual", "seldom"}, 7: set(), 10: {"usual"}, 25: {"seldom"}, 35: {"usual", "seldom"}}
 
 
+def test_scores_are_split_by_the_sets_difficulty(tmp_path: Path) -> None:
+    sets, _ = make(tmp_path, own={"samples": 2, "temperature": 1.0, "difficulty": "prompt", "limit": 2})
+    metrics = sets.run(sets.due_sets(0))
+    assert {name: value for name, value in metrics.items() if "difficulty" in name} == {
+        f"val/own/difficulty/{prompt}/accuracy": 0.5 for prompt in ("a", "a a")
+    }
+    write_scores(sets.last_scores(), tmp_path)
+    (results,) = read_all([tmp_path])
+    assert {name: (group["n"], group["scores"]["accuracy"]["value"]) for name, group in results.groups.items()} == {
+        "a": (1, 0.5), "a a": (1, 0.5)
+    }  # fmt: skip
+
+
 def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, hard={"samples": 2, "temperature": 0.7, "max_response_length": 5})
     metrics = sets.run(sets.due_sets(0))
@@ -82,8 +97,8 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
         "stderr": 0.0,
     }
     assert metrics == pytest.approx({f"val/hard/{name}": value for name, value in expected.items()})
-    ((name, n_samples, scores),) = sets.last_scores()
-    assert (name, n_samples, [own["accuracy"] for own in scores.values()]) == ("hard", 2, [0.5] * 3)
+    (last,) = sets.last_scores()
+    assert (last.name, last.samples, [own["accuracy"] for own in last.questions.values()]) == ("hard", 2, [0.5] * 3)
     assert [(r.prompt.id, r.index) for r in engines.requests] == [(i, k) for i in range(3) for k in range(2)]
     assert {(r.sampling.temperature, r.sampling.max_tokens) for r in engines.requests} == {(0.7, 5)}
     assert len({r.seed for r in engines.requests}) == 6
