@@ -36,6 +36,8 @@ BASE: Mapping[str, Any] = {
     "actor": {"lr": None},  # so that the recipe's algorithm decides
 }
 """What every configuration begins with; the defaults of all other settings are those of :class:`gkd.config.Config`."""
+LAYOUT = ("n_gpus_per_node", "nnodes", "gpus", "gpus_by_node", "colocate_with")
+"""Settings of a pool that say where it is."""
 
 
 @cache
@@ -49,8 +51,9 @@ def compose(overrides: Sequence[str]) -> Config:
 
     One of the overrides may be a YAML file instead, such as a run's ``config.yaml``: the recipe and the placement that
     it names come first, then its other values, then the command line. A recipe that only the command line names comes
-    below the file's values, too. Where no model is named, the task's settings (conf/task) come in between the recipe's
-    and what is given. Raises ConfigError, in one line, for what Hydra or :mod:`gkd.config` does not accept.
+    below the file's values, too; a placement there replaces the file's, with what came of that. Where no model is
+    named, the task's settings (conf/task) come in between the recipe's and what is given. Raises ConfigError, in one
+    line, for what Hydra or :mod:`gkd.config` does not accept.
     """
     files = [override for override in overrides if names_file(override)]
     if len(files) > 1:
@@ -64,6 +67,9 @@ def compose(overrides: Sequence[str]) -> Config:
             (above if over_file else below)[group] = _choice_text(override.value())
     values = [override for override in parsed if override.key_or_group not in groups()]
     _drop_own_of_replaced(stored, values)
+    if "placement" in above:
+        _drop_placement(stored, below.get("placement"))
+        below["placement"] = above["placement"]
     layers = [layer for layer in (stored, _compose_groups(**above)) if layer]
 
     def compose_with(**task: str) -> Config:
@@ -228,6 +234,28 @@ def _drop_own_of_replaced(values: Mapping[str, Any], overrides: Sequence[Overrid
         for name in before - after:
             if ":" in name:  # sections of built-in classes may stand there unused
                 _get_value(values, section).pop(shorten_name(name), None)
+
+
+def _drop_placement(values: dict[str, Any], name: str | None) -> None:
+    """Drop from a file's ``values`` what came of the placement that it names, for another one in its place.
+
+    That is where the groups are, and what else the placement sets unless the file has another value.
+    """
+    if name is None:
+        return
+    for section in GROUP_OF:
+        for setting in LAYOUT:
+            (values.get(section) or {}).pop(setting, None)
+    _drop_equal(values, _compose_group("placement", name))
+
+
+def _drop_equal(tree: dict[str, Any], other: Mapping[Any, Any]) -> None:
+    """Drop from ``tree`` what ``other`` has with the same value."""
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _drop_equal(tree[key], value)
+        elif key in tree and tree[key] == value:
+            del tree[key]
 
 
 def _list_named(value: Any) -> list[Any]:

@@ -330,3 +330,18 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
     for choice in groups()[group]:
         plus = "" if group == "placement" else "+"
         assert isinstance(compose([f"{plus}{group}={choice}"]), Config)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("2gpu", "8gpu"), ("cpu", "8gpu"), ("auto", "3gpu"), ("single_gpu", "4gpu"), ("4x8gpu", "8gpu"), ("8gpu", "auto")],
+)
+def test_a_placement_on_the_command_line_replaces_that_of_a_runs_file(before: str, after: str, tmp_path: Path) -> None:
+    """As of a run on a laptop that is to go on, or be done again, on a larger machine."""
+    file, recipe = tmp_path / "config.yaml", "+recipe=on_policy_distill"
+    file.write_text(dump_yaml(compose([recipe, f"placement={before}"])))
+    assert compose([str(file), f"placement={after}"]) == compose([recipe, f"placement={after}"])
+    file.write_text(dump_yaml(compose([recipe, f"placement={before}", "teacher.max_num_seqs=7", "plan.nodes=[5]"])))
+    own = compose([str(file), f"placement={after}"])
+    assert own.teacher.max_num_seqs == 7
+    assert own.plan.nodes == ([5] if after == "auto" else compose([f"placement={after}"]).plan.nodes)

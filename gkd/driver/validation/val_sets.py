@@ -94,7 +94,9 @@ class ValSets:
             scores_of_question(question, settings, sampled[place * n : (place + 1) * n])
             for place, question in enumerate(questions.questions)
         ]
-        by_question = {q.key: own for q, own in zip(questions.questions, values, strict=True)}
+        by_question: dict[str, Mapping[str, float]] = {
+            q.key: own for q, own in zip(questions.questions, values, strict=True)
+        }
         self.scores[questions.name] = by_question
         self.groups[questions.name] = group_by_difficulty(questions.questions, by_question)
         return _metrics(questions.name, values) | _metrics_by_difficulty(questions.name, self.groups[questions.name])
