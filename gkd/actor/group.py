@@ -176,8 +176,8 @@ class ActorGroup(ActorRanks):
         return self._run("trainer.evaluate", samples, Algorithm(loss=Loss(name="reverse_kl", tail=True)))
 
     def cross_entropy(self, samples: Sequence[TrainingSample]) -> float:
-        """Return the cross-entropy of a batch under the current weights, nats, aggregated as the loss of training."""
-        return self._run("trainer.evaluate", samples, Algorithm(name="sft"))["actor/supervised_loss"]
+        """Return the cross-entropy of a batch's answers under the current weights: nats, the mean over their tokens."""
+        return self._run("trainer.evaluate", samples, Algorithm(name="sft"))["actor/cross_entropy"]
 
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""

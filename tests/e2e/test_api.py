@@ -32,7 +32,7 @@ def test_a_run_is_done_and_its_summary_returned(tmp_path: Path, cache: Path, var
     small = dict(setting.split("=") for setting in SMALL)
     settings = {name: int(value) for name, value in small.items()} | {
         "recipe": "sft", "rollout.engine": "hf", "data.cache_dir": str(cache), "data.val_limit": 32,
-        "actor.lr": 1e-2,
+        "actor.lr": 1e-2, "algorithm.aggregation": "constant",
         "trainer": {"total_steps": 3, "batch_size": 4, "val_every": 1, "save_every": 2,
                     "output_dir": str(tmp_path / "run")},
     }  # fmt: skip
