@@ -54,7 +54,14 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
     """With its settings of rewards, and from another directory; not as often, as an evaluation has no steps."""
     (tmp_path / "mine.py").write_text("def own(completion, factor=1.0):\n    return factor\n")
     monkeypatch.chdir(tmp_path)
-    config = with_rewards(tmp_path, ["mine.py:own", "format"], own={"factor": 0.5}, functions=["length"], timeout_s=3.0)
+    config = with_rewards(
+        tmp_path,
+        ["mine.py:own", "format"],
+        own={"factor": 0.5},
+        functions=["length"],
+        timeout_s=3.0,
+        length={"target_length": 7},
+    )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(run_models, "find_files", lambda *_: ("", {}, [], ["x.jsonl"]))
@@ -62,7 +69,9 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
     again = compose_evaluation(overrides_of({"models.student": "m", **settings}))
     assert again.evaluate.sets["own"].rewards == [f"{tmp_path}/mine.py:own", "format"]
     assert again.evaluate.sets["own"].every is None
+    assert again.evaluate.sets["val"].rewards == ["length"]
     kept = again.reward.model_dump()
+    assert kept["length"]["target_length"] == 7
     assert (kept["own"], kept["timeout_s"], kept["functions"]) == ({"factor": 0.5}, 3.0, [])
 
 

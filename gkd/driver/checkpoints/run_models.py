@@ -134,17 +134,20 @@ def _read_model(path: str) -> Iterator[tuple[str, Tensor]]:
 def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -> dict[str, Any]:
     """Return the settings of an evaluation that samples as the run with ``config`` does.
 
-    ``with_sets``: on its own questions, those of ``data.val_files`` as the set ``val`` and ``data.val_sets``.
+    ``with_sets``: on its own questions, those of ``data.val_files`` as the set ``val`` and ``data.val_sets``, with its
+    rewards but those of a group of workers.
     """
     rollout, sets, reward = config.rollout, dict[str, Any](), dict[str, Any]()
     if with_sets:
         data = config.data
         shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
-        sets["val"] = {**shared, "files": find_files(config, log.debug)[3], "limit": data.val_limit}
+        functions = config.reward.functions_scored_by(None) if config.algorithm.policy_weight else []
+        files = find_files(config, log.debug)[3]
+        sets["val"] = {**shared, "files": files, "limit": data.val_limit, "rewards": functions}
         for name, val_set in data.val_sets.items():
             sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"every"})
         others = ("functions", "weights", "set_functions")
-        reward = config.reward.with_functions(config.reward.set_functions)
+        reward = config.reward.with_functions(list(dict.fromkeys([*config.reward.set_functions, *functions])))
         reward = {name: value for name, value in reward.items() if name not in others}
     return {
         f"models.{START}": models.base,
