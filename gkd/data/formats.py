@@ -10,7 +10,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -73,7 +73,7 @@ def read_csv(path: Path) -> Iterator[Row]:
     reader: Any = None
     try:
         with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-            delimiter = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ","
+            delimiter = delimiter_of(path)
             separated = f"separated by {'commas' if delimiter == ',' else 'tabs'}"
             reader = csv.reader(text, delimiter=delimiter, strict=True)
             header: list[str] = next(reader, [])
@@ -105,6 +105,32 @@ def read_parquet(path: Path) -> Iterator[Row]:
                 yield Row(values, f"{path} row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"data file {path} is not a readable Parquet file: {one_line(error)}") from None
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".json-lines": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+}
+
+
+def find_reader(path: Path) -> Callable[[Path], Iterator[Row]] | None:
+    """Return what reads files of such a name, None for an unknown format."""
+    suffix = _suffix(path)
+    return None if suffix == ".parquet" and path.suffix.lower() == ".gz" else FORMATS.get(suffix)
+
+
+def delimiter_of(path: Path) -> str:
+    """Return what separates the fields of a table in text."""
+    return "\t" if _suffix(path) == ".tsv" else ","
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 @contextmanager

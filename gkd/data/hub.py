@@ -1,16 +1,21 @@
-"""Data sets that the ``datasets`` library reads: directories, and names in the local Hugging Face cache.
+"""Data sets as the ``datasets`` library has them: directories, and names in the local Hugging Face cache.
 
+It finds the files of a subset and split, and reads Parquet and Arrow, whose types are stored. Of JSON and CSV it would
+infer types, so these are read as files that are named alone, unless their index states types or other options.
 Nothing here reaches a network: a name that is not in the cache is refused with the command that gets it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from gkd.data.formats import delimiter_of, find_reader, read_parquet
 from gkd.data.row import ROWS_AT_ONCE, Row
 from gkd.errors import ConfigError, one_line
 
@@ -47,7 +52,7 @@ def read_directory(path: Path, part: str) -> Iterator[Row]:
         if part not in ("", str(table.split)):
             raise ConfigError(f"data directory {path} holds one data set, without a split {part!r}: name it alone")
         return _rows(table, str(path))
-    return _rows(_load(str(path), part, f"data directory {path}"), str(path))
+    return _load(str(path), part, f"data directory {path}", str(path))
 
 
 def read_name(name: str, part: str) -> Iterator[Row]:
@@ -62,12 +67,11 @@ def read_name(name: str, part: str) -> Iterator[Row]:
         source = snapshot_download(name, repo_type="dataset", local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
         source = name  # what load_dataset prepared once is in a cache of its own
-    place = f"{name}:{part}" if part else name
-    return _rows(_load(source, part, f"data set {name}"), place)
+    return _load(source, part, f"data set {name}", f"{name}:{part}" if part else name)
 
 
-def _load(source: str, part: str, what: str) -> Any:
-    """Return the one split of ``source`` that ``part`` names, a ``datasets.Dataset``."""
+def _load(source: str, part: str, what: str, place: str) -> Iterator[Row]:
+    """Return the rows of the one split of ``source`` that ``part`` names."""
     import datasets
 
     with _keep_offline(), _failures(f"{what} cannot be read", source, part):
@@ -79,7 +83,46 @@ def _load(source: str, part: str, what: str) -> Any:
                 pick = f"{subset}:{splits[0]}" if len(subsets) > 1 else splits[0]
                 raise ConfigError(f"{what} holds several splits ({', '.join(splits)}): name one, such as :{pick}")
             split = splits[0]
-        return datasets.load_dataset(source, subset, split=split)
+        if files := _find_texts(datasets.load_dataset_builder(source, subset).config):
+            return _read_split(files, split)
+        return _rows(datasets.load_dataset(source, subset, split=split), place)
+
+
+def _find_texts(config: Any) -> dict[str, list[Path]] | None:
+    """Return the files of a subset by split where all are JSON, JSON Lines or CSV, as they are.
+
+    None for other formats, and where an index (README.md) states how they are to be read. ``config``: the
+    ``datasets.BuilderConfig`` that came of both.
+    """
+    from datasets import BuilderConfig
+
+    files = {str(split): [Path(file) for file in own] for split, own in (config.data_files or {}).items()}
+    paths = list(chain.from_iterable(files.values()))
+    if not paths or any(find_reader(path) in (None, read_parquet) for path in paths):
+        return None
+    stated = {own.name for own in fields(config) if getattr(config, own.name) != own.default}
+    stated -= {"sep", *(own.name for own in fields(BuilderConfig))}
+    separated = getattr(config, "sep", None) in {None, *map(delimiter_of, paths)}
+    return None if stated or not separated else files
+
+
+def _read_split(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Row]:
+    """Return the rows of a split, or of what ``datasets`` names so: ``train[:100]``, ``train+test``, ``all``."""
+    from datasets import ReadInstruction
+
+    if split in files:
+        return _read_texts(files[split])
+    lengths = {name: sum(1 for _ in _read_texts(own)) for name, own in files.items()}
+    spec = "+".join(files) if split == "all" else split
+    parts = ReadInstruction.from_spec(spec).to_absolute(lengths)
+    rows = (islice(_read_texts(files[own.splitname]), own.from_, own.to) for own in parts)
+    return chain.from_iterable(rows)
+
+
+def _read_texts(paths: Sequence[Path]) -> Iterator[Row]:
+    for path in paths:
+        if reader := find_reader(path):
+            yield from reader(path)
 
 
 def _subset_and_split(part: str, subsets: list[str], what: str) -> tuple[str, str | None]:

@@ -6,35 +6,24 @@ Every mistake ends in one line that names the file and, where there is one, the 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 
 from gkd.config import user_path
 from gkd.config.paths import is_pattern
-from gkd.data.formats import read_csv, read_json, read_jsonl, read_parquet
+from gkd.data.formats import FORMATS, find_reader
 from gkd.data.hub import looks_like_a_name, read_directory, read_name
 from gkd.data.row import Row
 from gkd.errors import ConfigError
-
-FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_jsonl,
-    ".json-lines": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".tsv": read_csv,
-    ".parquet": read_parquet,
-}
 
 
 def read_rows(file: str) -> Iterator[Row]:
     """Yield rows of ``file`` in its order.
 
-    ``file`` is a file whose suffix is in :data:`FORMATS`, or a pattern with ``*`` or ``?`` for several, by name; a
-    directory that ``datasets`` wrote or can load; or the name of a data set in the local Hugging Face cache. The latter
-    two may be followed by ``:SUBSET``, ``:SPLIT`` or both. Raises ConfigError when it is missing, has no rows, is of an
-    unknown format, or is not what its suffix names.
+    ``file`` is a file whose suffix is in :data:`gkd.data.formats.FORMATS`, or a pattern with ``*`` or ``?`` for
+    several, by name; a directory that ``datasets`` wrote or can load; or the name of a data set in the local Hugging
+    Face cache. The latter two may be followed by ``:SUBSET``, ``:SPLIT`` or both. Raises ConfigError when it is
+    missing, has no rows, is of an unknown format, or is not what its suffix names.
     """
     n_rows = 0
     for row in _rows(file):
@@ -64,13 +53,12 @@ def _rows(file: str) -> Iterator[Row]:
         return read_directory(path, "")
     if not path.is_file():
         raise ConfigError(f"data file {file} is no file")
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-    if suffix not in FORMATS or (suffix == ".parquet" and path.suffix.lower() == ".gz"):
+    if (reader := find_reader(path)) is None:
         raise ConfigError(
             f"data file {file} is of an unknown format: expected {', '.join(FORMATS)}, text also as .gz, a directory "
             "of datasets, or a name in the local Hugging Face cache"
         )
-    return FORMATS[suffix](path)
+    return reader(path)
 
 
 def match_files(pattern: str) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -306,6 +307,57 @@ def test_parts_that_a_name_does_not_have(cached: Path, part: str, words: tuple[s
 def test_a_name_that_is_not_in_the_cache(cached: Path) -> None:
     error = error_of(Path("someone/none:train"))
     assert contains_in_order(error, "someone/none:train", "hf download --repo-type dataset someone/none")
+
+
+TEXTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "jsonl": (
+        '{"q": "a", "answer": "2020-01-02"}\n{"q": "b", "n": 7}\n',
+        [{"q": "a", "answer": "2020-01-02"}, {"q": "b", "n": 7}],
+    ),
+    "json": ('[{"q": "12:30:00"}, {"q": null}]', [{"q": "12:30:00"}, {"q": None}]),
+    "csv": ("q,n\n007,1.50\nNA,\n", [{"q": "007", "n": "1.50"}, {"q": "NA", "n": ""}]),
+    "tsv": ("q\tn\n1,5\t2\n\tnull\n", [{"q": "1,5", "n": "2"}, {"q": "", "n": "null"}]),
+}
+
+
+@pytest.mark.parametrize("form", TEXTS)
+def test_text_in_a_directory_stays_text(cached: Path, form: str) -> None:
+    """The ``datasets`` library infers types of it: 2020-01-02 is midnight, 007 is 7, NA is nothing."""
+    text, rows = TEXTS[form]
+    blob = cached.parent.parent / "blobs" / "0a1b"
+    blob.parent.mkdir()
+    blob.write_text(text)
+    for index in (cached / "README.md", *cached.rglob("*.parquet")):
+        index.unlink()
+    (cached / "main" / f"train.{form}").symlink_to(blob)  # as the cache has its files
+    (cached / "more" / f"test.{form}.gz").write_bytes(gzip.compress(text.encode()))
+    for source in ("someone/sums", str(cached)):
+        for part in ("train", "test"):
+            assert [row.values for row in read_rows(f"{source}:{part}")] == rows, (source, part)
+        assert [row.values for row in read_rows(f"{source}:default:train[1:]+test[:50%]")] == [rows[1], rows[0]]
+        assert [row.values for row in read_rows(f"{source}:all")] == rows * 2
+        assert contains_in_order(error_of(f"{source}:dev"), "dev", "['train', 'test']")
+    place = next(read_rows(f"{cached}:train")).place
+    assert place == next(read_rows(f"{cached}/main/train.{form}")).place
+
+
+def test_an_index_may_state_how_text_is_read(cached: Path) -> None:
+    """Its subsets are read alike where it states no more than their files."""
+    subsets = {"plain": "", "lines": "  skiprows: 1\n", "marks": "  sep: ;\n", "tabs": "  sep: ','\n"}
+    index = ""
+    for subset, options in subsets.items():
+        name = f"{subset}.tsv" if subset == "tabs" else f"{subset}.csv"
+        (cached / name).write_text({"lines": "x,y\nq,n\n007,1\n", "marks": "q;n\n007;1\n"}.get(subset, "q,n\n007,1\n"))
+        index += f"- config_name: {subset}\n  data_files: {name}\n{options}"
+    (cached / "README.md").write_text(f"---\nconfigs:\n{index}---\n")
+    assert [row.values for row in read_rows(f"{cached}:plain")] == [{"q": "007", "n": "1"}]
+    for subset in ("lines", "marks", "tabs"):
+        assert [row.values for row in read_rows(f"{cached}:{subset}")] == [{"q": 7, "n": 1}], subset
+
+
+def test_what_is_wrong_in_a_file_of_a_directory_is_named(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, '{"q": 1}\n{"q": 2,}\n', "train.jsonl")
+    assert contains_in_order(error_of(tmp_path), f"{file} line 2", "JSON")
 
 
 def test_a_split_of_a_saved_directory(tmp_path: Path) -> None:
