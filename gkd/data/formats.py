@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from gkd.data.layouts import is_conversation
-from gkd.data.row import ROWS_AT_ONCE, Row
+from gkd.data.row import ROWS_AT_ONCE, Row, rows_of_batches
 from gkd.errors import ConfigError, one_line
 
 CSV_FIELD_BYTES = 1 << 30  # Python's limit is 128 KiB, which a long document exceeds
@@ -100,9 +100,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            rows = (values for batch in table.iter_batches(ROWS_AT_ONCE) for values in batch.to_pylist())
-            for number, values in enumerate(rows, start=1):
-                yield Row(values, f"{path} row {number}")
+            yield from rows_of_batches(table.iter_batches(ROWS_AT_ONCE), str(path))
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"data file {path} is not a readable Parquet file: {one_line(error)}") from None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.data.formats import delimiter_of, find_reader, read_parquet
-from gkd.data.row import ROWS_AT_ONCE, Row
+from gkd.data.row import ROWS_AT_ONCE, Row, rows_of_batches
 from gkd.errors import ConfigError, one_line
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -138,12 +138,8 @@ def _subset_and_split(part: str, subsets: list[str], what: str) -> tuple[str, st
 
 
 def _rows(table: Any, place: str) -> Iterator[Row]:
-    """Yield rows as they are stored: images and audio are not decoded."""
-    number = 0
-    for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
-        for values in batch.to_pylist():
-            number += 1
-            yield Row(values, f"{place} row {number}")
+    """Return rows as they are stored: images and audio are not decoded."""
+    return rows_of_batches(table.with_format("arrow").iter(ROWS_AT_ONCE), place)
 
 
 @contextmanager

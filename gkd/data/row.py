@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gkd.config.overrides import flatten
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, one_line
 
 KEYS_SHOWN = 20
 ROWS_AT_ONCE = 1000
@@ -60,3 +60,21 @@ class Row:
             else:
                 return _ABSENT
         return value
+
+
+def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
+    """Yield rows of tables of pyarrow as they are stored; ``place`` is what they are of.
+
+    Raises ConfigError for a value that Python has no object for, such as a time after the year 9999.
+    """
+    number = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except (OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"{place} rows {number + 1} to {number + len(batch)} hold a value unknown to Python: {one_line(error)}"
+            ) from None
+        for values in rows:
+            number += 1
+            yield Row(values, f"{place} row {number}")

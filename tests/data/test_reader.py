@@ -159,6 +159,16 @@ def test_broken_parquet(tmp_path: Path) -> None:
     assert contains_in_order(error_of(file), file, "Parquet")
 
 
+@pytest.mark.parametrize("number", [10**18, -(10**18)], ids=["after", "before"])
+def test_a_time_that_python_does_not_have(number: int, tmp_path: Path) -> None:
+    table = pyarrow.table({"q": ["a", "b"], "at": pyarrow.array([0, number], pyarrow.timestamp("us"))})
+    (tmp_path / "shards").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "shards" / "train.parquet")
+    Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    for name in ("shards/train.parquet", "shards", "saved"):
+        assert contains_in_order(error_of(tmp_path / name), f"{tmp_path / name} rows 1 ", "2 ", "value")
+
+
 @pytest.mark.parametrize("address", ["https://host/train.jsonl", "s3://bucket/a.parquet", "hf://datasets/openai/gsm8k"])
 def test_an_address_is_no_name_in_the_cache(address: str) -> None:
     error = error_of(address)
