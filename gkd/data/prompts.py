@@ -118,7 +118,7 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: i
     for offset, (text, token_ids, value, right) in enumerate(zip(texts, ids, values, answers, strict=True)):
         row = rows[offset]
         if not token_ids:
-            raise ConfigError(f"{row.place}: the prompt in {prompt_key(row, data)!r} has no tokens")
+            raise ConfigError(f"{row.place}: the prompt in {_source(row, data)!r} has no tokens")
         prompt = Prompt(
             id=first_id + offset,
             token_ids=np.asarray(token_ids, dtype=np.int32),
@@ -152,6 +152,11 @@ def _digest_question(row: Row, data: Data, answers: tuple[str, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _source(row: Row, data: Data) -> str:
+    """Return what a row's prompt is from, as an error names it: the template, or a column."""
+    return prompt_key(row, data) if data.prompt_template is None else "data.prompt_template"
+
+
 def _require_text(row: Row, key: str | None, text: str) -> None:
     """Raise ConfigError for what JSON can hold and UTF-8 cannot: nothing could write it down, or send it."""
     try:
@@ -168,7 +173,7 @@ def _tokenise(rows: list[Row], values: list[Any], tokenizer: Any, data: Data) ->
     """
     longest, texts, complete = data.max_prompt_length, [], []
     for row, value in zip(rows, values, strict=True):
-        key = prompt_key(row, data)
+        key = _source(row, data)
         if not isinstance(value, str) and not (value and isinstance(value, list) and all(map(is_message, value))):
             raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
         texts.append(value if isinstance(value, str) else render(row, key, value, tokenizer, data))

@@ -243,6 +243,23 @@ def test_no_tokens(tmp_path: Path) -> None:
     assert contains_in_order(error, f"{tmp_path}/x.jsonl line 2: ", "'prompt'", "no tokens")
 
 
+@pytest.mark.parametrize(
+    ("left", "template", "words"),
+    [
+        ("", None, ("no tokens",)),
+        ("a \ud800 b", None, ("surrogate",)),
+        ("a", "{{ raise_exception('of no use') }}", ("chat template", "of no ")),
+    ],
+)
+def test_a_prompt_of_a_template_is_not_in_a_column(
+    tmp_path: Path, left: str, template: str | None, words: tuple[str, ...]
+) -> None:
+    data = {"prompt_template": "{left}", "apply_chat_template": template is not None}
+    error = complaint(tmp_path, [{"left": left}], tokenizer=word_tokenizer(template=template), **data)
+    assert contains_in_order(error, f"{tmp_path}/x.jsonl line 1: ") and all(word in error for word in words)
+    assert "data.prompt_template" in error and "'prompt'" not in error
+
+
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl line 2: 'prompt' .*surrogate"):
