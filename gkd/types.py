@@ -36,7 +36,8 @@ class Prompt:
     ``teacher``: which of ``teacher.models`` scores its responses; ``teacher_ids`` [Q]: the prompt's tokens by that
     teacher's own template, None where they are the student's. ``file``: which of the files it is from. ``columns``: the
     whole row, where rewards look at it. ``question``: 16 hexadecimal digits of what its row asks and the right answers,
-    before any template and without system messages: the same in every run and for every model.
+    before any template (of the columns that this takes) and without system messages: the same in every run and for
+    every model.
     """
 
     id: int

@@ -24,7 +24,7 @@ from gkd.data.layouts import (
 )
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
-from gkd.data.templates import begins_itself, question_of, render, require_template, special_ids_around
+from gkd.data.templates import begins_itself, columns_of, question_of, render, require_template, special_ids_around
 from gkd.errors import ConfigError
 from gkd.types import Prompt
 
@@ -139,12 +139,12 @@ def _prompts(rows: list[Row], data: Data, tokenizer: Any, first_id: int, file: i
 
 
 def _digest_question(row: Row, data: Data, answers: tuple[str, ...]) -> str:
-    """Return :attr:`gkd.types.Prompt.question`; of the whole row where ``data.prompt_template`` alone states it."""
-    key = prompt_key(row, data)
+    """Return :attr:`gkd.types.Prompt.question`; with ``data.prompt_template`` of the columns that it takes."""
     if data.prompt_template is None:
-        question = prompt_of(row, key)
+        question = prompt_of(row, prompt_key(row, data))
     else:
-        question = value if isinstance(value := row.find(key), str) else row.values
+        asked = {name: row.find(name) for name in columns_of(row, data.prompt_template)}
+        question = asked if len(asked) > 1 else next(iter(asked.values()))
     if isinstance(question, list):
         messages = messages_to_answer(question)
         question = [message for message in messages if message["role"] != "system"] or messages

@@ -94,23 +94,29 @@ def begins_itself(text: str, bos: str | None) -> bool:
     return bool(bos) and text.startswith(str(bos))
 
 
-def _fill(row: Row, template: str) -> str:
-    filled = []
+def columns_of(row: Row, template: str) -> list[str]:
+    """Return the columns whose values ``template`` takes from ``row``, in the order of their places."""
+    names = [_column_at(place, row) for place in PLACE.finditer(template)]
+    return list(dict.fromkeys(name for name in names if name is not None))
 
+
+def _column_at(place: re.Match[str], row: Row) -> str | None:
+    """Return the column that a place is for, None where it is text, as doubled braces and \\boxed{your answer}."""
+    name: str | None = place["name"]
+    return place["text"] if name is None and place["text"] in row.values else name
+
+
+def _fill(row: Row, template: str) -> str:
     def value_of(place: re.Match[str]) -> str:
-        name = place["name"]
-        if name is None and place["text"] is None:  # doubled braces
-            return place[0][1:-1]
-        if name is None and (name := place["text"]) not in row.values:  # as in \boxed{your answer}
-            return place[0]
+        name = _column_at(place, row)
+        if name is None:
+            return place[0][1:-1] if place[0].startswith("{{") else place[0]
         value = row.get(name, "data.prompt_template")
         if is_missing(value) or not isinstance(value, str | int | float):
             kind = "null" if value is None else str(value) if isinstance(value, float) else type(value).__name__
             raise ConfigError(f"{row.place}: {name!r} is {kind}, which data.prompt_template cannot hold")
-        filled.append(name)
         return str(value)
 
-    text = PLACE.sub(value_of, template)
-    if not filled:
+    if not columns_of(row, template):
         raise ConfigError(f"{row.place} has no column that data.prompt_template={template!r} names")
-    return text
+    return PLACE.sub(value_of, template)

@@ -150,8 +150,11 @@ def test_what_is_asked_is_the_same_by_any_template_and_system_message(tmp_path: 
     for turns in ([message("system", "a"), asks], [asks, message("assistant", "b")]):
         assert questions({"messages": turns}) == questions({"messages": json.dumps(turns)}) == messages
     assert questions({"messages": [asks]}, system_prompt="b") == messages
-    both = [questions({"left": left}, prompt_template="{left}") for left in ("a", "b")]
-    assert len({*text, *messages, *both[0], *both[1], *questions({"prompt": "a"})}) == 5
+    one = [questions({"prompt": "c", "left": left}, prompt_template="{left}") for left in ("a b", "b")]
+    assert one[0] == text == questions({"n": 1, "left": "a b"}, prompt_template="{left} or {left} {x y} {{n}}")
+    both = [questions({"prompt": "c", "left": "a", "n": n}, prompt_template="{left} {n}") for n in (1, 2)]
+    assert questions({"left": "a", "n": 1, "m": 2}, prompt_template="{n} b {left}") == both[0]
+    assert len({*text, *messages, *one[1], *both[0], *both[1], *questions({"prompt": "a"})}) == 6
 
 
 def test_longer_prompts_are_counted_and_left_out(tmp_path: Path) -> None:
