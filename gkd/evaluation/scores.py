@@ -58,9 +58,10 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]
-            for k in settings.pass_k or [n]:
-                if k <= n:
-                    values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
+        for k in settings.pass_k or ([n] if n > 1 else []):
+            if k <= n:
+                values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
+        if n > 1:
             text = question.prompt.text
             texts = [with_opened_reasoning(text, own.text) if own.is_reply else own.text for own in answers]
             stated = [final_answer(own) for own in texts]

@@ -30,11 +30,17 @@ def test_one_of_four_is_right() -> None:
     assert scores == pytest.approx(expected)
 
 
-def test_a_single_sample_has_accuracy_alone_and_without_answers_there_is_none() -> None:
+def test_a_single_sample_has_accuracy_and_the_pass_k_that_is_named_and_without_answers_there_is_none() -> None:
     one = EvalSet(files=["x"], answer_key="answer")
     assert set(scores_of_question(question("72"), one, sampled("72"))) >= {"accuracy"}
     assert not any("@" in name for name in scores_of_question(question("72"), one, sampled("72")))
     assert "accuracy" not in scores_of_question(question(None), one, sampled("72"))
+    named = one.model_copy(update={"pass_k": [1]})
+    scores = [scores_of_question(question(right), named, sampled("72")) for right in ("72", "7")]
+    assert [{name: value for name, value in own.items() if "@" in name} for own in scores] == [
+        {"pass@1": 1.0},
+        {"pass@1": 0.0},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,13 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
     assert [r.seed for r in engines.requests[6:]] == first  # the same at every validation
 
 
+def test_one_answer_a_question_has_the_pass_k_that_is_named(tmp_path: Path) -> None:
+    sets, _ = make(tmp_path, own={"pass_k": [1]})
+    metrics = sets.run(sets.due_sets(0))
+    assert {name for name in metrics if "@" in name} == {"val/own/pass@1"}
+    assert metrics["val/own/pass@1"] == metrics["val/own/accuracy"]
+
+
 def test_the_text_that_ends_answers_is_no_part_of_them(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, usual={"max_response_length": 4}, ended={"max_response_length": 4, "stop": ["c"]})
     sets.rollout.fetch = lambda requests: [  # type: ignore[method-assign]
