@@ -33,6 +33,11 @@ def require_adaptable(path: str, settings: Lora) -> None:
     """Raise ConfigError for adapters that the model in ``path`` cannot have; no weight is read."""
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    if settings.quantize is not None and any(isinstance(module, Conv1D) for module in lm.modules()):
+        raise ConfigError(
+            f"actor.lora.quantize={settings.quantize}: {path} is of type {lm.config.model_type}, whose linear layers "
+            "(transformers' Conv1D) lie transposed and cannot be packed; leave it out"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the actor warns of the same
         add_adapter(lm, settings)

@@ -51,8 +51,8 @@ class Lora(Settings):
     )
     quantize: Literal["nf4"] | None = Field(
         None,
-        description="nf4: the weights under the adapters in 4 bits, through bitsandbytes; null: as they are (TRL: "
-        "load_in_4bit)",
+        description="nf4: the weights under the adapters in 4 bits, through bitsandbytes, not of GPT-2 and others with "
+        "its Conv1D layers; null: as they are (TRL: load_in_4bit)",
     )
 
     @property

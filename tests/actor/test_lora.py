@@ -98,6 +98,14 @@ def test_four_bit_weights_leave_the_actor_as_what_they_stand_for(tmp_path: Path)
     assert all(".lora_" in name for name, p in student.lm.named_parameters() if p.grad is not None)
 
 
+def test_four_bits_of_layers_that_lie_transposed_are_refused(tmp_path: Path) -> None:
+    """GPT-2's: bitsandbytes packs them turned, and what they stand for would leave the actor so."""
+    base("gpt2").save_pretrained(tmp_path)
+    require_adaptable(str(tmp_path), Lora(r=4))
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.quantize=nf4: .*\bgpt2\b.*Conv1D"):
+        require_adaptable(str(tmp_path), Lora(r=4, quantize="nf4"))
+
+
 def test_only_the_adapter_is_trained(tmp_path: Path) -> None:
     base("llama").save_pretrained(tmp_path)
     student, micro = trained(tmp_path, target_modules=["q_proj", "v_proj"]), micro_batch(models.scored(3))
