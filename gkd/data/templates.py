@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gkd.config import Data
 from gkd.config.data import PLACE
+from gkd.config.eval_set import EvalSet
 from gkd.data.layouts import is_message, messages_to_answer, prompt_of, template_variables, tools_of
 from gkd.data.row import Row, is_missing
 from gkd.errors import ConfigError, one_line
+from gkd.types import Prompt
+
+log = logging.getLogger("gkd")
 
 
 def question_of(row: Row, key: str, data: Data) -> Any:
@@ -73,6 +78,25 @@ def chat_template_of(tokenizer: Any) -> str | None:
     template = tokenizer.chat_template
     chosen: str | None = template.get("default") if isinstance(template, dict) else template
     return chosen
+
+
+def warn_of_raw_text(
+    model: str, tokenizer: Any, settings: Data | EvalSet, section: str, prompts: Mapping[str, Iterable[Prompt]]
+) -> bool:
+    """Warn where ``model``, trained to chat, is given plain text, as it has never seen it; returns whether it is so.
+
+    ``section``: where ``settings`` are, and with them the files that ``prompts`` are named by.
+    ``apply_chat_template=false`` there states that it is meant.
+    """
+    raw = [f"{section}.{files}" for files, own in prompts.items() if any(prompt.messages is None for prompt in own)]
+    if not raw or chat_template_of(tokenizer) is None or settings.apply_chat_template is not None:
+        return False
+    log.warning(
+        "%s has a chat template, and %s hold plain text, which it gets as it is: %s.apply_chat_template=true (or "
+        "%s.system_prompt=TEXT) asks it in a chat, false says that it is meant",
+        *(model, " and ".join(raw), section, section),
+    )
+    return True
 
 
 def special_ids_around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -17,6 +17,7 @@ from gkd.config.evaluation import DEFAULT_STRATEGY, STRATEGIES
 from gkd.config.registry import file_of, shorten_name, source_digest
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
+from gkd.data.templates import warn_of_raw_text
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer
 from gkd.errors import ConfigError
 from gkd.evaluation.answering import AnswerJob
@@ -126,6 +127,7 @@ def measurements(
     ``further``: weights that the model :data:`START` is measured with as well.
     """
     measurements: list[Measurement] = []
+    warned = set[str]()  # sets, of the first model that is trained to chat
     for name, path in config.models.items():
         model = _model(config, name, path)
         sets = [
@@ -137,6 +139,11 @@ def measurements(
         for questions in sets:
             if questions.n_too_long:
                 report(f"{questions.name}: {questions.n_too_long} questions are too long for {name} and are left out")
+            own_prompts = {"files": [question.prompt for question in questions.questions]}
+            if questions.section not in warned and warn_of_raw_text(
+                f"models.{name}={path}", model.tokenizer, questions.settings, questions.section, own_prompts
+            ):
+                warned.add(questions.section)
         became = [replace(model, name=w.name, fingerprint=w.fingerprint, weights=w) for w in further if name == START]
         for own in (model, *became):
             for questions in sets:

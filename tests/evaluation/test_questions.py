@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from gkd.config.eval_set import EvalSet
 from gkd.errors import ConfigError
 from gkd.evaluation.plan import measurements
 from gkd.evaluation.questions import Questions, load_questions
-from tests.data.models import TEMPLATE, word_tokenizer
+from tests.data.models import TEMPLATE, save_model, word_tokenizer
 
 ROWS = [
     {"prompt": "a b", "answer": "c", "level": 1, "documents": ["d"]},
@@ -95,3 +97,33 @@ def test_results_that_would_have_one_file_are_refused(
             measurements(config, False, print)
     else:
         assert len(measurements(config, False, print)) == 4
+
+
+@pytest.mark.parametrize(
+    ("models", "templated", "warned"),
+    [
+        (["base"], None, []),
+        (["chat"], None, ["evaluate.sets.text"]),
+        (["base", "chat", "same"], None, ["evaluate.sets.text"]),
+        (["chat", "same"], False, []),
+        (["chat", "same"], True, []),
+    ],
+)
+def test_a_model_that_is_to_chat_and_gets_plain_text_is_warned_of_once_a_set(
+    models: list[str], templated: bool | None, warned: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in models:
+        save_model(tmp_path / name, tokenizer=word_tokenizer(template=None if name == "base" else TEMPLATE))
+    rows = {"text": "a", "messages": [{"role": "user", "content": "a"}]}
+    sets: dict[str, Any] = {}
+    for name in rows if "base" not in models else ["text"]:
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({"prompt": rows[name], "answer": "c"}) + "\n")
+        sets[name] = {"files": [str(file)], "answer_key": "answer"}
+    sets["text"]["apply_chat_template"] = templated
+    paths = {name: str(tmp_path / name) for name in models}
+    config = load_config({"models": paths, "evaluate": {"sets": sets}, "rollout": {"engine": "hf"}})
+    with caplog.at_level(logging.WARNING, "gkd"):
+        assert len(measurements(config, False, print)) == len(models) * len(sets)
+    settings = re.findall(r"([\w.]+)\.apply_chat_template=true", caplog.text)
+    assert settings == warned

@@ -20,6 +20,7 @@ from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
 from gkd.data.task import make_inputs, require_teacher
+from gkd.data.templates import warn_of_raw_text
 from gkd.data.tokenizer import (
     check_causal_lm,
     check_reward_model,
@@ -175,7 +176,8 @@ def see_as_teachers(
     config: Config, prompts: Mapping[str, PromptSet], scorers: Mapping[str, str], tokenizer: Any, longest: int
 ) -> dict[str, PromptSet]:
     """Return prompts, by train and val, as teachers see them too, those of at most ``longest`` tokens."""
-    _warn_of_raw_text(config, tokenizer, prompts["train"])
+    files = {f"{name}_files": loaded.prompts for name, loaded in prompts.items()}
+    warn_of_raw_text(f"model.path={config.model.path}", tokenizer, config.data, "data", files)
     _require_known_teachers(config, [prompt for loaded in prompts.values() for prompt in loaded.prompts])
     if not config.algorithm.needs_teacher:
         return dict(prompts)
@@ -203,7 +205,9 @@ def read_val_sets(
         reward_settings(config, questions)
         if questions.n_too_long:
             report(f"{section}: {questions.n_too_long} questions are too long and left out")
-        _require_rows({f"{section}.files": [q.prompt for q in questions.questions]}, tokenizer, n_tokens)
+        prompts = [q.prompt for q in questions.questions]
+        warn_of_raw_text(f"model.path={config.model.path}", tokenizer, settings, section, {"files": prompts})
+        _require_rows({f"{section}.files": prompts}, tokenizer, n_tokens)
         sets.append(questions)
     return tuple(sets)
 
@@ -354,17 +358,6 @@ def _require_columns(config: Config, prompts: Mapping[str, PromptSet]) -> None:
             for prompt, (setting, column) in itertools.product(loaded.prompts, columns.items()):
                 place = f"reward.functions={name}: row {prompt.id + 1} of data.{data}_files"
                 Row(dict(prompt.columns), place).get(column, setting)
-
-
-def _warn_of_raw_text(config: Config, tokenizer: Any, train: PromptSet) -> None:
-    """Warn of a model that is trained to chat and is given plain text, as it has never seen it."""
-    raw = any(prompt.messages is None for prompt in train.prompts)
-    if raw and tokenizer.chat_template is not None and config.data.apply_chat_template is None:
-        log.warning(
-            "model.path=%s has a chat template, and data.train_files hold plain text, which it gets as it is: "
-            "data.apply_chat_template=true (or data.system_prompt=TEXT) asks it in a chat, false says that it is meant",
-            config.model.path,
-        )
 
 
 def find_reference(config: Config, student: str) -> str:

@@ -55,7 +55,22 @@ def test_a_chat_model_that_gets_plain_text_is_warned_of(
     with caplog.at_level(logging.WARNING, "gkd"):
         inputs = find_inputs(own(models, model, **data), lambda line: None)
     assert ("data.apply_chat_template=true" in caplog.text) is warned
+    assert ("data.train_files and data.val_files" in caplog.text) is warned
     assert (inputs.train.prompts[0].messages is not None) is bool(data.get("apply_chat_template"))
+
+
+@pytest.mark.parametrize(
+    ("model", "templated", "warned"), [("chat", None, True), ("chat", False, False), ("base", None, False)]
+)
+def test_plain_text_of_a_set_is_warned_of_by_its_own_setting(
+    models: Path, model: str, templated: bool | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the prompts of training go through the chat template."""
+    sets = {"hard": {"files": [str(models / "text.jsonl")], "answer_key": "answer", "apply_chat_template": templated}}
+    with caplog.at_level(logging.WARNING, "gkd"):
+        find_inputs(own(models, model, val_sets=sets, apply_chat_template=model == "chat"), lambda line: None)
+    warnings = [record.getMessage() for record in caplog.records if "apply_chat_template" in record.getMessage()]
+    assert [("data.val_sets.hard.apply_chat_template=true" in line) for line in warnings] == [True] * warned
 
 
 @pytest.mark.parametrize(
