@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from gkd.config import Config
+from gkd.config.device import Device
 from gkd.config.registry import shorten_name
 from gkd.config.rewards import REWARDS
 
@@ -18,10 +19,13 @@ ESTIMATES_ERR = 0.01
 
 
 class Watcher:
-    """Gives each warning once, and again after :data:`AGAIN_AFTER` steps if it still or newly holds."""
+    """Gives each warning once, and again after :data:`AGAIN_AFTER` steps if it still or newly holds.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    ``device`` is the actor's.
+    """
+
+    def __init__(self, config: Config, device: Device) -> None:
+        self.config, self.device = config, device
         self._warned_at: dict[str, int] = {}
         self._n_without = 0  # steps in a row in which every advantage was 0
 
@@ -29,7 +33,7 @@ class Watcher:
         """Warn of what is wrong with a step, or with all of the last ones."""
         equal = metrics.get("advantage/mean") == metrics.get("advantage/std") == 0.0
         self._n_without = self._n_without + 1 if equal else 0
-        for name, text in (*warnings(self.config, metrics), *self._warn_of_no_advantage(metrics)):
+        for name, text in (*warnings(self.config, self.device, metrics), *self._warn_of_no_advantage(metrics)):
             if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
                 self._warned_at[name] = step
                 log.warning("step %d: %s", step, text, extra={"step": step, "metric": name})
@@ -49,7 +53,7 @@ class Watcher:
         )
 
 
-def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def warnings(config: Config, device: Device, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield name of the metric and text of every warning that a step's metrics call for."""
     watch = config.watch
     cut = metrics.get("response/clip_ratio", 0.0)
@@ -77,13 +81,10 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             yield name, f"{name} {metrics[name]:.3g} is outside watch.{setting}=[{low:g}, {high:g}]: {advice}"
     apart = metrics.get("mismatch/kl", 0.0)
     if apart > watch.mismatch_kl:
-        weights = config.algorithm.importance_sampling
-        off = config.algorithm.weighs_samples and (weights.level_is_auto or weights.level is None)
-        corrected = "algorithm.importance_sampling.level=token corrects for it, unless auto does; " if off else ""
         yield (
             "mismatch/kl",
             f"sampler and trainer disagree, mismatch/kl {apart:.3g} (watch.mismatch_kl={watch.mismatch_kl:g}): "
-            f"{corrected}model.dtype=float32 would lessen it",
+            f"{_advise_to_agree(config, device)}",
         )
     for name, label in config.reward.labels().items():
         slow, metric = getattr(config.reward.settings_of(name), "slow_s", math.inf), f"reward/{label}/seconds"
@@ -91,6 +92,25 @@ def warnings(config: Config, metrics: Mapping[str, float]) -> Iterator[tuple[str
             advice = getattr(REWARDS.load(name), "advice_when_slow", "")
             setting = f"reward.{shorten_name(name)}.slow_s={slow:g}"
             yield metric, f"the reward {label} takes {metrics[metric]:.1f} s a sample ({setting}): {advice}"
+
+
+def _advise_to_agree(config: Config, device: Device) -> str:
+    """Return which settings correct for a difference between sampler and trainer, and which make it smaller."""
+    algorithm, lora, schedule = config.algorithm_on(device), config.actor.lora, config.schedule
+    causes = {
+        "schedule.recompute_cache=true": schedule.in_flight and not schedule.recompute_cache,
+        "actor.lora.quantize=null": lora.quantize is not None,
+        "actor.lora.dropout=0": lora.dropout > 0,
+        "model.dtype=float32": config.model.dtype_on(device) != "float32",
+    }
+    advice = []
+    if algorithm.weighs_samples and algorithm.importance_sampling.level is None:
+        advice.append("algorithm.importance_sampling.level=token corrects for it")
+    if lessens := [setting for setting, is_cause in causes.items() if is_cause]:
+        advice.append(f"{' or '.join(lessens)} would lessen it")
+    else:
+        advice.append("no setting explains it: another rollout.engine shows whether this one computes the model right")
+    return "; ".join(advice)
 
 
 def _advise_to_mask(config: Config) -> str:

@@ -18,4 +18,4 @@ def test_a_horizon_rises_to_the_limit_and_stays() -> None:
 def test_wanted_cuts_are_not_warned_of() -> None:
     config, cut = load({}), {"response/clip_ratio": 0.9}
     for limit, warned in (({"response/limit": 100.0}, False), ({"response/limit": 256.0}, True), ({}, True)):
-        assert any(name == "response/clip_ratio" for name, _ in warnings(config, cut | limit)) is warned
+        assert any(name == "response/clip_ratio" for name, _ in warnings(config, "cpu", cut | limit)) is warned

@@ -38,7 +38,7 @@ def test_what_happens_is_written_as_it_happens(
         metrics = MetricsLog(tmp_path / "metrics.jsonl", trackers, events)
         metrics.write({"step": 0, "val/accuracy": 0.25})
         log.info("of no interest later")
-        Watcher(config).check(1, {"response/clip_ratio": 0.5})
+        Watcher(config, "cpu").check(1, {"response/clip_ratio": 0.5})
         log.warning("rollout rank 1 died", extra={"kind": "death"})
         log.info("rollout rank 1 is there", extra={"kind": "restart"})
         metrics.write({"step": 1})

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+from typing import Any
 
 import pytest
 
 from gkd.config import Config, load
+from gkd.config.device import Device
 from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
 from tests.error_text import contains_in_order
+
+KEEPS_CACHE = {"max_staleness": 1, "in_flight": True, "recompute_cache": False}
+UNWEIGHTED = {"name": "grpo", "importance_sampling": {"level": None}}
 
 
 @pytest.mark.parametrize(
@@ -18,7 +24,7 @@ from tests.error_text import contains_in_order
         ({"distill/reverse_kl": 5.1}, ["watch.distill_kl=[0, 5]", "actor.lr"]),
         ({"actor/kl_reference": 0.6}, ["watch.reference_kl", "algorithm.kl.coef"]),
         ({"reward/judge/kl": 0.3}, ["outside watch.reward_kl.judge=[0, 0.2]", "weight of judge", "algorithm.kl.coef"]),
-        ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "model.dtype=float32"]),
+        ({"mismatch/kl": 0.1}, ["mismatch/kl 0.1", "algorithm.importance_sampling.level=token"]),
         ({"reward/judge/seconds": 7.0}, ["7.0 s a sample", "reward.judge.slow_s=6", "reward.judge.max_tokens"]),
     ],
 )
@@ -29,17 +35,30 @@ def test_what_is_wrong_is_said_with_the_setting_to_change(metrics: dict[str, flo
     config = load(
         {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "rollout": {"n": 2}, "reward": reward, "watch": watch}
     )
-    ((name, text),) = warnings(config, metrics)
+    ((name, text),) = warnings(config, "cpu", metrics)
     assert name in metrics
     assert all(part in text for part in parts)
 
 
-def test_a_correction_is_advised_where_there_is_one() -> None:
-    rewarded = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}})
-    ((_, with_rewards),) = warnings(rewarded, {"mismatch/kl": 0.1})
-    ((_, without),) = warnings(Config(), {"mismatch/kl": 0.1})
-    assert "algorithm.importance_sampling.level=token" in with_rewards
-    assert "algorithm.importance_sampling" not in without
+@pytest.mark.parametrize(
+    ("settings", "device", "named"),
+    [
+        ({}, "cuda", {"model.dtype"}),  # auto is level=token there
+        ({}, "cpu", {"algorithm.importance_sampling.level", "rollout.engine"}),
+        ({"model": {"dtype": "float32"}}, "cuda", {"algorithm.importance_sampling.level", "rollout.engine"}),
+        ({"schedule": {"max_staleness": 1}}, "cpu", {"rollout.engine"}),
+        ({"schedule": KEEPS_CACHE}, "cpu", {"schedule.recompute_cache"}),
+        ({"actor": {"lora": {"r": 4, "quantize": "nf4"}}}, "cuda", {"actor.lora.quantize", "model.dtype"}),
+        ({"algorithm": {"name": "on_policy_distill"}}, "cpu", {"rollout.engine"}),
+        ({"algorithm": UNWEIGHTED}, "cuda", {"algorithm.importance_sampling.level", "model.dtype"}),
+    ],
+)
+def test_what_makes_sampler_and_trainer_differ_is_named_and_nothing_else(
+    settings: dict[str, Any], device: Device, named: set[str]
+) -> None:
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **settings})
+    ((_, text),) = warnings(config, device, {"mismatch/kl": 0.1})
+    assert set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)) - {"watch.mismatch_kl"} == named
 
 
 def test_masking_is_advised_where_it_is_possible_and_not_done() -> None:
@@ -47,25 +66,25 @@ def test_masking_is_advised_where_it_is_possible_and_not_done() -> None:
     masked = {"algorithm": {"overlong": {"action": "mask"}}}
     early = {"rollout": {"horizon": {"start": 8}}}  # a run with that refuses to mask
     for settings, expected in (({}, True), (masked, False), (early, False)):
-        ((_, text),) = warnings(load(settings), {"response/clip_ratio": 1.0})
+        ((_, text),) = warnings(load(settings), "cpu", {"response/clip_ratio": 1.0})
         assert (advice in text) is expected and "rollout.max_response_length=256" in text
 
 
 def test_a_student_that_is_the_teacher_is_not_outside_the_band() -> None:
     # The mean of log q(y) - log p(y) over sampled tokens is about 0 then, on either side of it.
-    assert list(warnings(Config(), {"distill/reverse_kl": -0.0002})) == []
-    ((name, _),) = warnings(Config(), {"distill/reverse_kl": -0.5})
+    assert list(warnings(Config(), "cpu", {"distill/reverse_kl": -0.0002})) == []
+    ((name, _),) = warnings(Config(), "cpu", {"distill/reverse_kl": -0.5})
     assert name == "distill/reverse_kl"
 
 
 def test_what_is_right_is_not_mentioned() -> None:
     fine = {"response/clip_ratio": 0.05, "distill/reverse_kl": 4.9, "actor/kl_reference": 0.1, "mismatch/kl": 1e-5}
-    assert list(warnings(Config(), fine)) == []
-    assert list(warnings(load({"watch": {"truncation_rate": 0.5}}), {"response/clip_ratio": 0.4})) == []
+    assert list(warnings(Config(), "cpu", fine)) == []
+    assert list(warnings(load({"watch": {"truncation_rate": 0.5}}), "cpu", {"response/clip_ratio": 0.4})) == []
 
 
 def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
-    watcher = Watcher(Config())
+    watcher = Watcher(Config(), "cpu")
     with caplog.at_level(logging.WARNING, logger="gkd"):
         for step in range(1, AGAIN_AFTER + 2):
             watcher.check(step, {"response/clip_ratio": 1.0})
@@ -74,12 +93,12 @@ def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixtur
 
 def test_rewards_that_teach_nothing_for_many_steps_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 4}, "watch": {"no_advantage_steps": 3}})
-    watcher, nothing = Watcher(config), {"advantage/mean": 0.0, "advantage/std": 0.0, "reward/mean": 0.0}
+    watcher, nothing = Watcher(config, "cpu"), {"advantage/mean": 0.0, "advantage/std": 0.0, "reward/mean": 0.0}
     same_for_all = {**nothing, "advantage/mean": 0.5}  # without a baseline there is something to learn
     with caplog.at_level(logging.WARNING, logger="gkd"):
         for step, metrics in enumerate((nothing, nothing, same_for_all, nothing, nothing, nothing, nothing), start=1):
             watcher.check(step, metrics)
-        Watcher(config).check(1, {"distill/reverse_kl": 0.1})
+        Watcher(config, "cpu").check(1, {"distill/reverse_kl": 0.1})
     (text,) = (record.getMessage() for record in caplog.records)
     parts = ("step 6: ", "3 steps", "watch.no_advantage_steps=3", "reward/mean 0", "samples.jsonl", "rollout.n=4")
     assert contains_in_order(text, *parts, "algorithm.dynamic_sampling.max_rounds")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import WorkerReport, WorkerReports
+from gkd.config.device import Device
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.groups.weight_sync import WeightSync
@@ -33,6 +34,8 @@ class Parts:
     val_sets: ValSets
     n_gpus: int
     vocab_size: int
+    device: Device
+    """The actor's."""
     reports: WorkerReports = field(default_factory=WorkerReports)
     answers: DatasetAnswers | None = None
     """Answers that are learned from in place of samples; the engines are then for validation alone."""

@@ -184,6 +184,7 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int, f
         prompts=PromptStream(PROMPTS, seed=0),
         rollout=(engines := Engines(worth)),
         vocab_size=50,
+        device="cpu",
         actor=SimpleNamespace(fits=lambda lengths: True),
         answers=None,
     )

@@ -173,6 +173,7 @@ class Played:
             config = load({"algorithm": {"name": "sft"}, "trainer": trainer})
         parts: Any = SimpleNamespace(
             prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
+            device="cpu",
             validation=SimpleNamespace(request=self.request, measure=self.measure),
             val_sets=SimpleNamespace(
                 request=self.request_sets, measure=self.measure_sets, sets=[SimpleNamespace(name="hard")],

@@ -139,7 +139,7 @@ class World:
             prompts=self.prompts, rollout=self, actor=self,
             sync=SimpleNamespace(push=self.push, push_drained=self.push_drained),
             validation=SimpleNamespace(request=self.request, measure=self.measure), vocab_size=10, n_gpus=1,
-            report=self.report, answers=None,
+            device="cpu", report=self.report, answers=None,
             val_sets=SimpleNamespace(
                 request=lambda due, order: due, measure=lambda due: {}, due_sets=lambda step, rest=False: [], sets=[]
             ),
