@@ -91,14 +91,14 @@ def _load(source: str, part: str, what: str, place: str) -> Iterator[Row]:
 def _find_texts(config: Any) -> dict[str, list[Path]] | None:
     """Return the files of a subset by split where all are JSON, JSON Lines or CSV, as they are.
 
-    None for other formats, and where an index (README.md) states how they are to be read. ``config``: the
-    ``datasets.BuilderConfig`` that came of both.
+    None for other formats, for files that are not here (``hf://``), and where an index (README.md) states how they are
+    to be read. ``config``: the ``datasets.BuilderConfig`` that came of both.
     """
     from datasets import BuilderConfig
 
     files = {str(split): [Path(file) for file in own] for split, own in (config.data_files or {}).items()}
     paths = list(chain.from_iterable(files.values()))
-    if not paths or any(find_reader(path) in (None, read_parquet) for path in paths):
+    if not paths or any(not path.exists() or find_reader(path) in (None, read_parquet) for path in paths):
         return None
     stated = {own.name for own in fields(config) if getattr(config, own.name) != own.default}
     stated -= {"sep", *(own.name for own in fields(BuilderConfig))}
