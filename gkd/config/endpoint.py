@@ -17,7 +17,7 @@ class OpenAIEndpoint(Settings):
     url: str = Field("", description="base URL, such as http://HOST:8000/v1")
     model: str = Field("", description="name of the model there")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on nodes that call it")
-    timeout_s: WaitSeconds = Field(600.0, description="time one attempt has")
+    timeout_s: WaitSeconds = Field(600.0, description="time one attempt has, up to the last byte of its answer")
     retries: int = Field(2, ge=0, description="further attempts after one that failed")
 
     @model_validator(mode="after")
@@ -27,12 +27,12 @@ class OpenAIEndpoint(Settings):
         return self
 
     def client_arguments(self) -> dict[str, Any]:
-        """Return arguments of OpenAI's clients, with the key of this process' environment."""
+        """Return arguments of OpenAI's clients, with this process' key. Attempts and their time are the caller's."""
         return {
             "base_url": self.url,
             "api_key": os.environ.get(self.api_key_env, "none"),
-            "timeout": self.timeout_s,
-            "max_retries": self.retries,
+            "timeout": None,
+            "max_retries": 0,
         }
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gkd.config.evaluation import Endpoint
-from gkd.errors import QuestionRefused, RunFailed, describe_error, one_line
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Messages, Reply
 from gkd.rewards.chat import ChatModel
@@ -79,48 +77,32 @@ class EndpointReplies:
         Raises QuestionRefused for a question that it does not take, RunFailed when it does not answer in time, however
         often it is tried.
         """
-        from openai import BadRequestError, OpenAIError, UnprocessableEntityError
-
         assert self._chat is not None, "work() runs before anything is asked"
-        settings, model = self.model.settings, await self._chat
-        name = f"evaluate.endpoints.{self.model.name}: {settings.url}"
+        model = await self._chat
         body: dict[str, Any] = {"seed": seed} if sampling.temperature else {}
         body |= _extra_parameters(sampling, question.chat_template_kwargs)
         if tools := question.prompt.tools:  # shown to the model, whose reply is a text all the same
             body |= {"tools": list(tools), "tool_choice": "none"}
-        try:
-            answer = await model.complete(
-                model=settings.model,
-                messages=_messages(question, prompt),
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                **body,
-            )
-        except (BadRequestError, UnprocessableEntityError) as error:
-            number = question.prompt.id + 1
-            raise QuestionRefused(f"{name} refuses question {number}: {describe_error(error)}") from None
-        except OpenAIError as error:
-            cause = one_line(error.__cause__ or error)
-            raise RunFailed(f"{name} did not answer: {type(error).__name__}: {cause}") from None
-        except ValueError as error:
-            raise RunFailed(f"{name} answered with what is no JSON: {one_line(error)}") from None
-        try:
-            choice, usage = answer.choices[0], answer.usage
-            n_tokens = math.nan if usage is None else int(usage.completion_tokens)
-            text, is_cut = choice.message.content or "", choice.finish_reason == "length"
-        except (AttributeError, IndexError, TypeError):
-            text = one_line(repr(answer))[:200]
-            raise RunFailed(f"{name} answered with what is no chat completion: {text}") from None
-        return Reply(text if is_cut else _close_tag(text, sampling.stop), n_tokens, is_cut)
+        answer = await model.complete(
+            f"question {question.prompt.id + 1}",
+            model=self.model.settings.model,
+            messages=_messages(question, prompt),
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            **body,
+        )
+        text = answer.text if answer.is_cut else _close_tag(answer.text, sampling.stop)
+        return Reply(text, answer.n_tokens, answer.is_cut)
 
     async def work(self) -> None:
         """Hold the connection until this is cancelled."""
         from openai import AsyncOpenAI
 
         self._chat = asyncio.get_running_loop().create_future()
-        async with AsyncOpenAI(**self.model.settings.client_arguments()) as client:
-            self._chat.set_result(ChatModel(client))
+        settings, section = self.model.settings, f"evaluate.endpoints.{self.model.name}"
+        async with AsyncOpenAI(**settings.client_arguments()) as client:
+            self._chat.set_result(ChatModel(client, settings, section))
             await asyncio.Event().wait()
 
 

@@ -1,41 +1,168 @@
-"""Asks models behind OpenAI-compatible endpoints, with the parameters that each takes."""
+"""Asks models behind OpenAI-compatible endpoints: with the parameters that each takes, in several attempts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import json
+import math
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
+
+from gkd.config.endpoint import OpenAIEndpoint
+from gkd.errors import QuestionRefused, RunFailed, describe_error, one_line
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 OTHER_NAMES = {"max_tokens": "max_completion_tokens"}
 """Parameters that OpenAI's reasoning models take by another name only, which other servers do not all know."""
+MAY_PASS = (408, 409, 429)  # beside errors of the server
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """Text of a chat completion; ``n_tokens`` is NaN where the endpoint does not state it (``usage``)."""
+
+    text: str
+    n_tokens: float
+    is_cut: bool
 
 
 class ChatModel:
     """A model behind ``client``; what it has refused once is not sent again.
 
-    ``dispensable``: parameters that are left out where it refuses them.
+    ``section``: that of its ``settings``, for messages. ``dispensable``: parameters that are left out where it refuses
+    them.
     """
 
-    def __init__(self, client: AsyncOpenAI, dispensable: Collection[str] = ()) -> None:
-        self._client, self._dispensable = client, dispensable
+    def __init__(
+        self, client: AsyncOpenAI, settings: OpenAIEndpoint, section: str, dispensable: Collection[str] = ()
+    ) -> None:
+        self._client, self._settings, self._section, self._dispensable = client, settings, section, dispensable
+        self._name = f"{section}: {settings.url}"
         self._refused: set[str] = set()
 
-    async def complete(self, **request: Any) -> Any:
-        """Return a chat completion. Raises openai's errors."""
+    async def complete(self, question: str, **request: Any) -> ChatReply:
+        """Return a chat completion. ``question``: what messages call it.
+
+        Each of the attempts has ``timeout_s``, all of them as often that, with the pauses between them. Raises
+        QuestionRefused where the endpoint does not take it, and RunFailed, which states the last attempt, where none
+        succeeds. One that is cancelled states it as well, in a note.
+        """
+        failures: list[str] = []
+        try:
+            return await self._try(question, request, failures)
+        except asyncio.CancelledError as end:
+            if failures:
+                end.add_note(f"{self._name} {failures[-1]}")
+            raise
+
+    async def _try(self, question: str, request: dict[str, Any], failures: list[str]) -> ChatReply:
+        """Make the attempts of :meth:`complete`; adds what came of each that failed to ``failures``."""
+        from openai import BadRequestError, OpenAIError, UnprocessableEntityError
+
+        clock, limit_s, n = asyncio.get_running_loop().time, self._settings.timeout_s, self._settings.retries + 1
+        start = clock()
+        for attempt in range(1, n + 1):
+            try:
+                async with asyncio.timeout_at(min(clock() + limit_s, start + n * limit_s)):
+                    return read_reply(await self._ask(request))
+            except (BadRequestError, UnprocessableEntityError) as error:
+                raise QuestionRefused(f"{self._name} refuses {question}: {self._describe(error)}") from None
+            except (OpenAIError, TimeoutError, ValueError) as error:
+                failures.append(f"{self._describe_failure(error)} (attempt {attempt} of {n})")
+                if attempt == n or not _may_pass(error):
+                    break
+                pause = _requested_pause(error)
+                if pause is None:  # within this attempt's time: the next one has all of its own
+                    backoff = min(FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10), LONGEST_PAUSE_S)
+                    pause = max(0.0, min(backoff, start + attempt * limit_s - clock()))
+                elif clock() + pause >= start + n * limit_s:
+                    whole = f"all attempts have {n * limit_s:g} s ({self._section}.timeout_s={limit_s:g} each)"
+                    failures[-1] += f"; it asks to wait {pause:.0f} s, and {whole}"
+                    break
+            await asyncio.sleep(pause)
+        raise RunFailed(f"{self._name} {failures[-1]}")
+
+    async def _ask(self, request: dict[str, Any]) -> str:
+        """Return the body of an answer. Raises openai's errors."""
         from openai import BadRequestError
 
         while True:
             left_out = self._refused - OTHER_NAMES.keys()
-            body = {self._name(key): value for key, value in request.items() if key not in left_out}
+            body = {self._sent_name(key): value for key, value in request.items() if key not in left_out}
             try:
-                return await self._client.chat.completions.create(**body)
+                answer = await self._client.chat.completions.with_raw_response.create(**body)
+                return str(answer.http_response.text)
             except BadRequestError as error:
                 name = error.param
                 if not isinstance(name, str) or name not in body.keys() & {*OTHER_NAMES, *self._dispensable}:
                     raise
                 self._refused.add(name)
 
-    def _name(self, parameter: str) -> str:
+    def _sent_name(self, parameter: str) -> str:
         return OTHER_NAMES.get(parameter, parameter) if parameter in self._refused else parameter
+
+    def _describe_failure(self, error: Exception) -> str:
+        """Return what came of an attempt."""
+        if isinstance(error, TimeoutError):
+            return f"did not answer within {self._settings.timeout_s:g} s ({self._section}.timeout_s)"
+        if isinstance(error, NoCompletion):
+            return f"answered with what is no chat completion: {self._describe(error)}"
+        return f"did not answer: {self._describe(error)}"
+
+    def _describe(self, error: Exception) -> str:
+        """Return an error in one line."""
+        text = one_line(error) if isinstance(error, NoCompletion) else describe_error(error)
+        if error.__cause__ is not None:  # of a connection that failed
+            text = f"{type(error).__name__}: {describe_error(error.__cause__)}"
+        return text
+
+
+class NoCompletion(ValueError):
+    """An answer that is no chat completion; its message is what came."""
+
+
+def read_reply(body: str) -> ChatReply:
+    """Return the reply in the body of an answer. Raises NoCompletion, with the body, for one that is none."""
+    try:
+        completion = json.loads(body)
+        choice, n_tokens = completion["choices"][0], (completion.get("usage") or {}).get("completion_tokens")
+        content = choice["message"].get("content")
+        text = "".join(_texts(content)) if isinstance(content, list) else content or ""
+        if not isinstance(text, str):
+            raise TypeError
+        counted = n_tokens if isinstance(n_tokens, int) else math.nan
+        return ChatReply(text, counted, choice.get("finish_reason") == "length")
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        raise NoCompletion(repr(one_line(body)[:200])) from None
+
+
+def _texts(parts: list[Any]) -> Iterator[str]:
+    """Yield the texts of a message that has several parts; what it thinks, and pictures, are none."""
+    for part in parts:
+        if part["type"] == "text":
+            yield part["text"]
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether another attempt may succeed: any failure but an answer of the kind that stays the same."""
+    status = getattr(error, "status_code", None)
+    return status is None or status in MAY_PASS or status >= 500
+
+
+def _requested_pause(error: Exception) -> float | None:
+    """Return the seconds that an answer asks to wait before the next attempt (RFC 9110, Retry-After), None without."""
+    value = getattr(getattr(error, "response", None), "headers", {}).get("retry-after", "")
+    seconds = math.nan
+    with suppress(ValueError):
+        seconds = float(value)
+    if math.isnan(seconds):
+        with suppress(ValueError, TypeError):
+            seconds = max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return seconds if seconds >= 0 else None

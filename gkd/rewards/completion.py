@@ -78,7 +78,7 @@ class RewardFunction:
     ``needs_columns``: it looks at ``completion.columns``.
     ``group``: the group of workers whose model gives the reward, in place of a call. ``advice_when_slow``: what to
     change where its mean time is longer than its setting ``slow_s``. ``ends_within``: its setting of the time
-    after which it gives a reward by itself, which has to be below ``reward.timeout_s``, past which there is none.
+    after which it gives a reward, or states why there is none, by itself, which has to be below ``reward.timeout_s``.
 
     One that rates samples beside each other calls its parameter ``group``: it is given a list of all samples of a
     prompt and returns a list of as many rewards.

@@ -38,36 +38,30 @@ class Judge(RewardFunction):
         retries: int = Field(1, ge=0, description="further attempts after one that failed")
         slow_s: float = Field(6.0, gt=0, description="mean time of a step's calls beyond which a warning is given")
 
+    ends_within: ClassVar[str] = "timeout_s"
     advice_when_slow: ClassVar[str] = "lower reward.judge.max_tokens or choose a smaller reward.judge.model"
     config: Config
 
     async def __call__(self, completion: Completion) -> float:
         """Return the score over ``scale``.
 
-        Raises RuntimeError when the judge does not answer in ``retries`` + 1 attempts of ``timeout_s``, and ValueError
-        when its answer has no number.
+        Raises RunFailed when the judge does not answer in ``retries`` + 1 attempts, and ValueError when its answer has
+        no number.
         """
-        from openai import OpenAIError
-
         config = self.config
         texts = {"prompt": _question_of(completion), "response": completion.response, "answer": completion.answer or ""}
         question = _PLACE.sub(lambda place: texts[place[1]], config.prompt)
-        try:
-            reply = await self._model.complete(
-                model=config.model,
-                messages=[{"role": "user", "content": question}],
-                max_tokens=config.max_tokens,
-                temperature=0.0,
-            )
-        except OpenAIError as error:
-            cause = error.__cause__ or error
-            raise RuntimeError(f"the judge at {config.url} did not answer: {type(error).__name__}: {cause}") from None
-        choice = reply.choices[0]
-        answer = choice.message.content or ""
-        score = _NUMBER.search(cut_reasoning(answer))
+        reply = await self._model.complete(
+            "the question",
+            model=config.model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=config.max_tokens,
+            temperature=0.0,
+        )
+        score = _NUMBER.search(cut_reasoning(reply.text))
         if score is None:
-            cut = f", cut at reward.judge.max_tokens={config.max_tokens}" if choice.finish_reason == "length" else ""
-            raise ValueError(f"the judge gave no number but {answer[:80]!r}{cut}")
+            cut = f", cut at reward.judge.max_tokens={config.max_tokens}" if reply.is_cut else ""
+            raise ValueError(f"the judge gave no number but {reply.text[:80]!r}{cut}")
         return float(score[0]) / config.scale
 
     @cached_property
@@ -75,7 +69,8 @@ class Judge(RewardFunction):
         """Connect once a process. Without temperature the score is noisier, and reasoning models refuse it."""
         from openai import AsyncOpenAI
 
-        return ChatModel(AsyncOpenAI(**self.config.client_arguments()), dispensable=("temperature",))
+        client = AsyncOpenAI(**self.config.client_arguments())
+        return ChatModel(client, self.config, "reward.judge", dispensable=("temperature",))
 
 
 def _question_of(completion: Completion) -> str:

@@ -219,7 +219,7 @@ async def _gather_answers(
                 result = await function(group if whole else group[0])  # type: ignore[misc]
             return _time_rewards(result, len(group), whole, started)
         except BaseException as error:
-            return [_describe_delay(timeout_s) if limit.expired() else describe_raised(error)] * len(group)
+            return [_describe_delay(timeout_s, error) if limit.expired() else describe_raised(error)] * len(group)
 
     return await asyncio.gather(*map(ask, groups))
 
@@ -244,8 +244,10 @@ def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Time
     return rewards
 
 
-def _describe_delay(timeout_s: float) -> str:
-    return f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)"
+def _describe_delay(timeout_s: float, error: BaseException | None = None) -> str:
+    """Return that there was no reward in time, with what the function that was cancelled notes of it."""
+    notes = getattr(error and error.__cause__, "__notes__", [])
+    return "; ".join([f"TimeoutError: no reward within {timeout_s:g} s (reward.timeout_s)", *notes])
 
 
 def require_finite(value: float) -> float:

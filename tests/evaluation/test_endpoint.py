@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -228,7 +230,7 @@ def test_a_question_that_is_refused_is_named_once_all_others_are_answered(
         ("application/json", "{"),
         ("application/json", '{"detail": "no"}'),
         ("application/json", '{"choices": []}'),
-        ("application/json", '{"choices": [{"message": {"content": "4"}}], "usage": {"prompt_tokens": 1}}'),
+        ("application/json", '{"choices": [{"message": null}]}'),
     ],
 )
 def test_an_endpoint_that_speaks_otherwise_is_named(
@@ -246,6 +248,26 @@ def test_an_endpoint_that_speaks_otherwise_is_named(
     with pytest.raises(RunFailed, match=r"^evaluate\.endpoints\.adder: http://127.* answered with ") as failed:
         evaluate(compose_evaluation(arguments(tmp_path, server, n=1)), Console(file=StringIO()))
     assert "\n" not in str(failed.value)
+
+
+def test_an_endpoint_that_sends_a_byte_now_and_then_is_given_up(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drip(own: Adder) -> None:
+        own.requests.append({"path": own.path})
+        own.send_response(200)
+        own.send_header("Content-Length", "100")
+        own.end_headers()
+        with suppress(OSError):
+            for _ in range(100):
+                own.wfile.write(b" ")
+                time.sleep(0.1)
+
+    monkeypatch.setattr(Adder, "do_POST", drip)
+    own = ["evaluate.endpoints.adder.timeout_s=0.5"]
+    with pytest.raises(RunFailed, match=r"^evaluate\.endpoints\.adder: http://\S*/v1 .*adder\.timeout_s\)"):
+        evaluate(compose_evaluation([*arguments(tmp_path, server, n=1), *own]), Console(file=StringIO()))
+    assert len(Adder.requests) == 1
 
 
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:

@@ -14,16 +14,21 @@ from typing import Any
 
 import pytest
 
+from gkd.config import load
+from gkd.errors import ConfigError, QuestionRefused, RunFailed
 from gkd.rewards.completion import Completion
 from gkd.rewards.judge import Judge
+from gkd.rewards.process import _gather_answers
+from tests.error_text import contains_in_order
 
 COMPLETION = Completion("2 + 2 =", "it is {answer}", "4", 5, 10, False)
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Answers with what the test says: ``says`` for each request in turn, a number being an HTTP error.
+    """Answers with what the test says: ``says`` for each request in turn, a number being an HTTP error, bytes a body.
 
-    A request with a parameter of ``refuses`` gets none of them, but the error that OpenAI has for it.
+    ``headers`` go with all, and between the bytes of an answer it waits ``drip_s``. A request with a parameter of
+    ``refuses`` gets none of them, but the error that OpenAI has for it.
     """
 
     daemon_threads = True
@@ -35,7 +40,9 @@ class Endpoint(ThreadingHTTPServer):
         self.refuses: tuple[str, ...] = ()
         self.names: Any = None  # in place of the parameter's name
         self.requests: list[dict[str, Any]] = []
-        self.delay_s = 0.0
+        self.paths: list[str] = []
+        self.headers: dict[str, str] = {}
+        self.delay_s = self.drip_s = 0.0
         self.under_way = self.most_at_once = 0
 
     def handle_error(self, *_: Any) -> None:
@@ -52,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.requests.append({**body, "key": self.headers["authorization"]})
+        self.server.paths.append(self.path)
         refused = [name for name in self.server.refuses if name in body]
         reply = 400 if refused else self.server.says.pop(0)
         self.server.under_way += 1
@@ -60,7 +68,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.under_way -= 1
         self.send_response(reply if isinstance(reply, int) else 200)
         self.send_header("content-type", "application/json")
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
+        if isinstance(reply, bytes):
+            self.wfile.write(reply)
+            return
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
@@ -69,7 +82,11 @@ class Handler(BaseHTTPRequestHandler):
             if refused
             else {}
         )
-        self.wfile.write(json.dumps(error if isinstance(reply, int) else answer).encode())
+        body_bytes = json.dumps(error if isinstance(reply, int) else answer).encode()
+        for byte in body_bytes if self.server.drip_s else ():
+            self.wfile.write(bytes([byte]))
+            time.sleep(self.server.drip_s)
+        self.wfile.write(b"" if self.server.drip_s else body_bytes)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -113,9 +130,52 @@ def test_a_failed_attempt_is_tried_again(endpoint: Endpoint) -> None:
 
 
 def test_no_answer_in_time_is_said(endpoint: Endpoint) -> None:
+    """Also where bytes come all the time."""
     endpoint.says, endpoint.delay_s = ["3", "3"], 1.0
-    with pytest.raises(RuntimeError, match=r"http://127.*: APITimeoutError"):
+    with pytest.raises(RunFailed, match=r"http://127.* 0\.2 s \(reward\.judge\.timeout_s\) \(attempt 2 of 2\)"):
         judged(endpoint, timeout_s=0.2, retries=1)
+    endpoint.says, endpoint.delay_s, endpoint.drip_s = ["3"], 0.0, 0.1
+    with pytest.raises(RunFailed, match=r"\(attempt 1 of 1\)"):
+        judged(endpoint, timeout_s=0.5, retries=0)
+
+
+def test_what_is_no_completion_is_tried_again(endpoint: Endpoint) -> None:
+    """As gateways answer with 200 while a model behind them is busy."""
+    busy = b'{"error": {"message": "overloaded"}}'
+    endpoint.says = [busy, "3"]
+    assert judged(endpoint) == pytest.approx(0.3)
+    endpoint.says = [busy, busy]
+    with pytest.raises(RunFailed, match=r"reward\.judge: http://127.*overloaded.* \(attempt 2 of 2\)"):
+        judged(endpoint)
+
+
+def test_a_pause_that_is_asked_for_is_made_where_there_is_time(endpoint: Endpoint) -> None:
+    endpoint.says, endpoint.headers = [429, "3"], {"retry-after": "0"}
+    assert judged(endpoint) == pytest.approx(0.3)
+    endpoint.says, endpoint.headers = [429], {"retry-after": "30"}
+    with pytest.raises(RunFailed, match=r"RateLimitError.* 30 s, .* 8 s \(reward\.judge\.timeout_s"):
+        judged(endpoint)
+    endpoint.says, endpoint.headers = [429], {"retry-after": "Wed, 21 Oct 2065 07:28:00 GMT"}
+    with pytest.raises(RunFailed, match=r"RateLimitError.* \d{9,} s, "):
+        judged(endpoint)
+
+
+def test_a_judge_that_has_no_time_for_all_attempts_says_what_the_last_was(endpoint: Endpoint) -> None:
+    endpoint.says, endpoint.headers = [503, 503], {"retry-after": "100"}
+    judge = Judge(Judge.Config(url=endpoint.url, model="m", timeout_s=200.0))
+    ((answer,),) = asyncio.run(_gather_answers(judge, [[COMPLETION]], 0.5))
+    assert isinstance(answer, str)
+    assert contains_in_order(answer, "(reward.timeout_s)", "InternalServerError", "(attempt 1 of 2)")
+
+
+def test_one_attempt_has_less_time_than_the_reward() -> None:
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    own: tuple[dict[str, Any], ...] = ({"timeout_s": 4.0}, {"judge": {"timeout_s": 10.0}})
+    for settings in own:
+        reward: dict[str, Any] = {"functions": ["judge"], "judge": judge} | settings
+        reward["judge"] = judge | reward["judge"]
+        with pytest.raises(ConfigError, match=r"^reward\.judge\.timeout_s=\d+ .* reward\.timeout_s="):
+            load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": reward})
 
 
 def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
@@ -159,12 +219,12 @@ def test_a_reasoning_judge_gets_the_parameters_that_it_takes(endpoint: Endpoint)
 def test_a_refusal_that_names_no_parameter_of_ours_is_an_error(endpoint: Endpoint) -> None:
     """FastAPI's names are lists."""
     endpoint.refuses, endpoint.names = ("max_tokens",), ["body", "max_tokens"]
-    with pytest.raises(RuntimeError, match="BadRequestError"):
+    with pytest.raises(QuestionRefused, match="BadRequestError"):
         judged(endpoint)
 
 
 def test_what_a_judge_refuses_and_must_be_sent_is_an_error(endpoint: Endpoint) -> None:
     endpoint.refuses = ("model",)
-    with pytest.raises(RuntimeError, match="BadRequestError"):
+    with pytest.raises(QuestionRefused, match="BadRequestError"):
         judged(endpoint)
     assert len(endpoint.requests) == 1
