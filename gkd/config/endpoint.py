@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
 from gkd.config.base import Settings, WaitSeconds
 
+SHORTEST_SECRET = 8
+"""Characters; shorter ones, such as a version, occur in any text."""
+
 
 class OpenAIEndpoint(Settings):
     """Address of a model, and the time that one attempt may take."""
 
-    url: str = Field("", description="base URL, such as http://HOST:8000/v1")
+    url: str = Field("", description="base URL, such as http://HOST:8000/v1; a query (?NAME=VALUE) goes with requests")
     model: str = Field("", description="name of the model there")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on nodes that call it")
     timeout_s: WaitSeconds = Field(600.0, description="time one attempt has, up to the last byte of its answer")
@@ -24,13 +28,33 @@ class OpenAIEndpoint(Settings):
     def _endpoint_is_named(self) -> Self:
         if not _is_url(self.url) or not self.model:
             raise ValueError("url, such as http://HOST:8000/v1, and model are needed")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):  # its value, perhaps a key, is not printed
+            raise ValueError("api_key_env has to be the name of the environment variable that holds the key")
         return self
+
+    @property
+    def public_url(self) -> str:
+        """The URL without a user and a query, which may hold secrets."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+    def key(self) -> str:
+        """Return the key in this process' environment; empty where there is none."""
+        return os.environ.get(self.api_key_env, "").strip()
+
+    def secrets(self) -> list[str]:
+        """Return what no message may have: the key, the URL's password and the values of its query."""
+        parts = urlsplit(self.url)
+        values = [self.key(), parts.password or "", *(value for _, value in parse_qsl(parts.query))]
+        return [value for value in values if len(value) >= SHORTEST_SECRET]
 
     def client_arguments(self) -> dict[str, Any]:
         """Return arguments of OpenAI's clients, with this process' key. Attempts and their time are the caller's."""
+        parts = urlsplit(self.url)
         return {
-            "base_url": self.url,
-            "api_key": os.environ.get(self.api_key_env, "none"),
+            "base_url": parts._replace(query="", fragment="").geturl(),
+            "default_query": dict(parse_qsl(parts.query, keep_blank_values=True)),
+            "api_key": self.key() or "none",
             "timeout": None,
             "max_retries": 0,
         }

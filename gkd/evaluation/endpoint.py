@@ -51,12 +51,12 @@ class EndpointModel:
     @property
     def path(self) -> str:
         """Where it is, for results."""
-        return f"{self.settings.url} {self.settings.model}"
+        return f"{self.settings.public_url} {self.settings.model}"
 
     @property
     def fingerprint(self) -> str:
         """Of the URL and the name alone: nothing else is known of what answers there."""
-        return hashlib.sha256(self.path.encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.settings.url} {self.settings.model}".encode()).hexdigest()[:16]
 
 
 class EndpointReplies:

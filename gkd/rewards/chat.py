@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OTHER_NAMES = {"max_tokens": "max_completion_tokens"}
 """Parameters that OpenAI's reasoning models take by another name only, which other servers do not all know."""
+NEEDS_KEY = (401, 403)
 MAY_PASS = (408, 409, 429)  # beside errors of the server
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
@@ -44,7 +45,7 @@ class ChatModel:
         self, client: AsyncOpenAI, settings: OpenAIEndpoint, section: str, dispensable: Collection[str] = ()
     ) -> None:
         self._client, self._settings, self._section, self._dispensable = client, settings, section, dispensable
-        self._name = f"{section}: {settings.url}"
+        self._name = f"{section}: {settings.public_url}"
         self._refused: set[str] = set()
 
     async def complete(self, question: str, **request: Any) -> ChatReply:
@@ -117,10 +118,15 @@ class ChatModel:
         return f"did not answer: {self._describe(error)}"
 
     def _describe(self, error: Exception) -> str:
-        """Return an error in one line."""
+        """Return an error in one line, without what is secret of the endpoint."""
         text = one_line(error) if isinstance(error, NoCompletion) else describe_error(error)
         if error.__cause__ is not None:  # of a connection that failed
             text = f"{type(error).__name__}: {describe_error(error.__cause__)}"
+        variable = self._settings.api_key_env
+        if getattr(error, "status_code", None) in NEEDS_KEY and not self._settings.key():
+            text += f"; the variable {variable} ({self._section}.api_key_env) is not set where it is asked from"
+        for secret in self._settings.secrets():
+            text = text.replace(secret, "***")
         return text
 
 

@@ -253,6 +253,8 @@ def test_an_endpoint_that_speaks_otherwise_is_named(
 def test_an_endpoint_that_sends_a_byte_now_and_then_is_given_up(
     tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what its URL has beside the place is sent, but not shown."""
+
     def drip(own: Adder) -> None:
         own.requests.append({"path": own.path})
         own.send_response(200)
@@ -264,10 +266,11 @@ def test_an_endpoint_that_sends_a_byte_now_and_then_is_given_up(
                 time.sleep(0.1)
 
     monkeypatch.setattr(Adder, "do_POST", drip)
-    own = ["evaluate.endpoints.adder.timeout_s=0.5"]
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    own = ["evaluate.endpoints.adder.timeout_s=0.5", f"evaluate.endpoints.adder.url='{url}?api-key=secret'"]
     with pytest.raises(RunFailed, match=r"^evaluate\.endpoints\.adder: http://\S*/v1 .*adder\.timeout_s\)"):
         evaluate(compose_evaluation([*arguments(tmp_path, server, n=1), *own]), Console(file=StringIO()))
-    assert len(Adder.requests) == 1
+    assert [request["path"] for request in Adder.requests] == ["/v1/chat/completions?api-key=secret"]
 
 
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:
@@ -277,5 +280,7 @@ def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: T
     for url in ("ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999/v1", "http://a:b/v1"):
         with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
             compose_evaluation([*overrides, f"evaluate.endpoints.adder.url='{url}'"])
+    with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: api_key_env(?!.*sk-1234)"):
+        compose_evaluation([*overrides, "evaluate.endpoints.adder.api_key_env=sk-1234"])
     with pytest.raises(ConfigError, match=r"models\.adder and evaluate\.endpoints\.adder"):
         compose_evaluation([*overrides, "models.adder=DIR"])

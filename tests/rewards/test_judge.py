@@ -178,6 +178,42 @@ def test_one_attempt_has_less_time_than_the_reward() -> None:
             load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": reward})
 
 
+def test_a_missing_key_is_named(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    endpoint.says = [401, 401]
+    with pytest.raises(RunFailed, match=r"AuthenticationError.* JUDGE_KEY \(reward\.judge\.api_key_env\) is not"):
+        judged(endpoint, api_key_env="JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with pytest.raises(RunFailed, match=r"AuthenticationError(?!.*JUDGE_KEY)"):
+        judged(endpoint, api_key_env="JUDGE_KEY")
+
+
+def test_a_key_in_place_of_a_variable_is_refused_and_not_shown() -> None:
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": "sk-1234"}
+    with pytest.raises(ConfigError, match=r"^reward\.judge: api_key_env") as refused:
+        load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": ["judge"], "judge": judge}})
+    assert "1234" not in str(refused.value)
+
+
+def test_a_query_of_the_url_goes_with_requests_and_no_secret_is_shown(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key-of-the-model")
+    body = b'{"error": "key-of-the-model, key-of-the-query and key-of-the-user"}'
+    endpoint.says = ["3", body]
+    url = endpoint.url.replace("http://", "http://me:key-of-the-user@") + "?v=1&api-key=key-of-the-query"
+    judge = Judge(Judge.Config(url=url, model="m", retries=0))
+
+    async def score_two() -> None:
+        assert await judge(COMPLETION) == pytest.approx(0.3)
+        await judge(COMPLETION)
+
+    with pytest.raises(RunFailed, match=r"\*\*\*, \*\*\* and \*\*\*") as failed:
+        asyncio.run(score_two())
+    assert endpoint.paths == ["/v1/chat/completions?v=1&api-key=key-of-the-query"] * 2
+    assert endpoint.url in str(failed.value) and "key-of" not in str(failed.value)
+
+
 def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
     endpoint.says = ["excellent"]
     with pytest.raises(ValueError, match="'excellent'"):
