@@ -15,7 +15,7 @@ from gkd.rewards.chat import ChatModel
 from gkd.rewards.completion import Completion, RewardFunction
 
 _PLACE = re.compile(r"\{(prompt|response|answer)\}")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)")
 
 
 class Judge(RewardFunction):

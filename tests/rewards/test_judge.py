@@ -214,6 +214,12 @@ def test_a_query_of_the_url_goes_with_requests_and_no_secret_is_shown(
     assert endpoint.url in str(failed.value) and "key-of" not in str(failed.value)
 
 
+@pytest.mark.parametrize(("answer", "mark"), [(".5", 0.5), ("Score: -.5", -0.5), ("I say...7", 7.0), ("Score.7", 7.0)])
+def test_a_mark_may_begin_with_a_dot(endpoint: Endpoint, answer: str, mark: float) -> None:
+    endpoint.says = [answer]
+    assert judged(endpoint, scale=1.0) == mark
+
+
 def test_an_answer_without_a_number_is_no_mark(endpoint: Endpoint) -> None:
     endpoint.says = ["excellent"]
     with pytest.raises(ValueError, match="'excellent'"):
