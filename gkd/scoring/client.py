@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from itertools import count
 from typing import overload
@@ -24,6 +25,8 @@ from gkd.scoring.replica import PendingRequest
 from gkd.scoring.wire import PROTOCOL, Welcome
 from gkd.types import Int32, Target
 
+log = logging.getLogger("gkd")
+AT_ONCE_S = 1.0  # in which a server that is there answers a greeting
 MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client has no bound of its largest request
 
 
@@ -80,19 +83,21 @@ class ScoringClient:
     def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
         """Wait until every replica that is there has answered a greeting; returns the welcome of each, by address.
 
-        Raises ConfigError when one does not fit the student, ScorerUnavailable when one has not answered within
-        ``timeout_s`` (None: the time of one request).
+        A line states which it waits for, where they do not answer at once. Raises ConfigError when one does not fit the
+        student, ScorerUnavailable when one has not answered within ``timeout_s`` (None: the time of one request).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
         welcomes: dict[str, Welcome] = {}
-        for address, future in self._dispatcher.welcomes.items():
-            if address in self._absent:
-                continue
+        awaited = {name: future for name, future in self._dispatcher.welcomes.items() if name not in self._absent}
+        if late := wait(awaited.values(), min(timeout_s, AT_ONCE_S), FIRST_EXCEPTION).not_done:
+            places = ", ".join(name for name, future in awaited.items() if future in late)
+            log.info("waiting for the %s at %s", self._scorer, places)
+        for address, future in awaited.items():
             try:
                 welcomes[address] = future.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
-                silent = ", ".join(a for a, f in self._dispatcher.welcomes.items() if not f.done())
+                silent = ", ".join(name for name, future in awaited.items() if not future.done())
                 raise ScorerUnavailable(
                     f"no answer from the {self._scorer} at {silent} within {timeout_s:g} s: it is not running, "
                     "cannot be reached, or has another key"

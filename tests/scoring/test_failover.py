@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from gkd.scoring import wire
 from gkd.scoring.address import secure_server
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.dispatch import Dispatcher
+from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Process, Running, a_score
 from tests.scoring.table import FULL_VOCABULARY, KEY, VOCABULARY, TableEngine, expected
@@ -203,11 +205,20 @@ def test_nothing_is_sent_late_to_a_server_that_was_not_there(spawn: Spawn, conne
     assert all_right([client.submit(a_score(0))])
 
 
-def test_connecting_names_who_does_not_answer(serve: Serve, connect: Connect) -> None:
-    nobody = f"tcp://127.0.0.1:{free_port()}"
-    client = connect(serve().server.address, nobody)
+def test_connecting_names_who_does_not_answer(
+    serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is known that it does not at once, too."""
+    monkeypatch.setattr("gkd.scoring.client.AT_ONCE_S", 30.0)
+    caplog.set_level(logging.INFO, "gkd")
+    there, nobody = serve().server.address, f"tcp://127.0.0.1:{free_port()}"
+    connect(there).connect(30)
+    assert caplog.messages == []
+    client = connect(there, nobody)
     with pytest.raises(ScorerUnavailable, match=f"at {nobody} within 0.6 s"):
         client.connect(0.6)
+    (line,) = caplog.messages
+    assert contains_in_order(line, "teacher", nobody) and there not in line
 
 
 def test_connecting_tells_who_is_there(serve: Serve, connect: Connect) -> None:
