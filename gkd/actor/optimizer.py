@@ -15,7 +15,7 @@ from gkd.config import Actor
 from gkd.errors import RunFailed
 
 FUSED_ON = ("cpu", "cuda")
-FLOOR = 0.1  # share of the peak at which linear and cosine decay end
+FLOOR = 0.1  # share of the peak that linear and cosine decay reach one step after the last
 MOMENTS = "exp_avg", "exp_avg_sq"
 SLICE = 1 << 24  # numbers of a moment that are on their way at a time, 64 MiB
 SLICES = 3  # one that comes, one that is there, one that goes

@@ -96,8 +96,8 @@ class Actor(Settings):
     )
     lr_decay: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="shape of the learning rate after warm-up; linear and cosine end at a tenth of the peak (TRL: "
-        "lr_scheduler_type; verl: optim.warmup_style; slime: lr_decay_style)",
+        description="shape of the learning rate after warm-up; linear and cosine reach a tenth of the peak one step "
+        "after the last (TRL: lr_scheduler_type; verl: optim.warmup_style; slime: lr_decay_style)",
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay (OpenRLHF: l2)")
     betas: list[Beta] = Field(
