@@ -169,13 +169,15 @@ def _the_adapter_can_be_sent_alone(config: Config) -> None:
 
 
 def _the_engine_samples_at_the_temperature(config: Config) -> None:
-    engine, temperature = config.rollout.engine, config.rollout.temperature
-    lowest, highest = config.rollout.engine_class.temperatures or (temperature, temperature)
-    if not lowest <= temperature <= highest:
-        raise ValueError(
-            f"rollout.temperature={temperature:g}: rollout.engine={engine} samples at {lowest:g} to {highest:g}, "
-            "rollout.engine=hf at any temperature"
-        )
+    if (bounds := config.rollout.engine_class.temperatures) is None:
+        return
+    engine, (lowest, highest) = config.rollout.engine, bounds
+    for setting, temperature in config.temperatures():
+        if not lowest <= temperature <= highest:
+            raise ValueError(
+                f"{setting}={temperature:g}: rollout.engine={engine} samples at {lowest:g} to {highest:g}, "
+                "rollout.engine=hf at any temperature"
+            )
 
 
 def _policy_gradient_is_on_policy(config: Config) -> None:
@@ -382,7 +384,11 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
 )
 """Each raises ValueError, which names the settings that do not go together."""
 
-_CHECKS_OF_EVALUATIONS: tuple[Callable[[Config], None], ...] = (_questions_are_named, _ranges_are_disjoint)
+_CHECKS_OF_EVALUATIONS: tuple[Callable[[Config], None], ...] = (
+    _questions_are_named,
+    _ranges_are_disjoint,
+    _the_engine_samples_at_the_temperature,
+)
 """Those of configurations that name models to evaluate, in place of :data:`_CHECKS`."""
 
 

@@ -17,6 +17,7 @@ from gkd.config.evaluation import Evaluate
 from gkd.config.groups import Model, Reference, RewardModel, Rollout, Teacher, Trainer
 from gkd.config.learning import Algorithm
 from gkd.config.plan import Plan
+from gkd.config.registry import shorten_name
 from gkd.config.rewards import Reward
 from gkd.config.schedule import Schedule
 
@@ -133,6 +134,24 @@ class Config(Settings):
     def own_gpus(self) -> str:
         """Return the overrides with which no group works on the actor's GPUs."""
         return " ".join(f"{group}.colocate_with=null" for group in self.groups_on_actor_gpus())
+
+    def temperatures(self) -> Iterator[tuple[str, float]]:
+        """Yield settings of temperatures that the engines sample at, but 0, at which a set takes the likeliest token.
+
+        An endpoint is left out: it refuses by itself what it does not sample at.
+        """
+        section, sets = "data.val_sets", self.data.val_sets
+        if self.evaluates:
+            section, sets = "evaluate.sets", self.evaluate.sets if self.models else {}
+            for name in self.evaluate.strategies if self.models else ():
+                temperature = getattr(self.evaluate.settings_of(name), "temperature", None)
+                if isinstance(temperature, int | float) and temperature:  # a user's own may be anything
+                    yield f"evaluate.{shorten_name(name)}.temperature", temperature
+        else:
+            yield "rollout.temperature", self.rollout.temperature
+        for name, settings in sets.items():
+            if settings.temperature:
+                yield f"{section}.{name}.temperature", settings.temperature
 
     def algorithm_on(self, device: Device) -> Algorithm:
         """Return ``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""

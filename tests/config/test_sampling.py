@@ -1,9 +1,14 @@
-"""The limit that rises."""
+"""The limit that rises, and temperatures."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
+
 from gkd.config import load
 from gkd.driver.loop.collect import sampling_of
+from gkd.errors import ConfigError
 from gkd.observability.watch import warnings
 
 
@@ -19,3 +24,26 @@ def test_wanted_cuts_are_not_warned_of() -> None:
     config, cut = load({}), {"response/clip_ratio": 0.9}
     for limit, warned in (({"response/limit": 100.0}, False), ({"response/limit": 256.0}, True), ({}, True)):
         assert any(name == "response/clip_ratio" for name, _ in warnings(config, "cpu", cut | limit)) is warned
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({}, False),
+        ({"temperature": 3}, True),
+        ({"temperature": 0.001}, True),
+        ({"temperature": 2}, False),
+    ],
+)
+def test_a_set_is_sampled_at_a_temperature_that_its_engine_has(settings: dict[str, float], is_refused: bool) -> None:
+    """Without one it is greedy; another engine, or a model behind an endpoint, may sample at any."""
+    sets = {"s": {"files": ["a"], **settings}}
+    endpoint = {"m": {"url": "http://127.0.0.1/v1", "model": "a"}}
+    training = {"data": {"val_sets": sets}}
+    evaluation = {"models": {"m": "/m"}, "evaluate": {"sets": sets}}
+    for section, config in (("data.val_sets", training), ("evaluate.sets", evaluation)):
+        expected = rf"{section}\.s\.temperature=.*rollout\.engine"
+        with pytest.raises(ConfigError, match=expected) if is_refused else nullcontext():
+            assert load(config)
+        assert load({**config, "rollout": {"engine": "hf"}})
+    assert load({"evaluate": {"sets": sets, "endpoints": endpoint}})
