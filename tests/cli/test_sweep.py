@@ -15,7 +15,7 @@ from gkd.cli import sweep
 from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
-from gkd.driver.validation.final_scores import write_scores
+from gkd.driver.validation.final_scores import SetScores, write_scores
 from gkd.observability.metrics import wilson_interval
 from tests.observability.runs import make_run
 
@@ -138,7 +138,7 @@ def test_runs_are_compared_with_the_first_question_by_question(
     for name, right in zip(names, (20, 40, 20), strict=True):
         make_run(tmp_path / name)
         scores = {f"q{i}": {"accuracy": float(i < right)} for i in range(40)}
-        write_scores([("val", 1, scores)], tmp_path / name)
+        write_scores([SetScores("val", 1, scores)], tmp_path / name)
     runs = [SweptRun(name, ()) for name in names]
 
     def shown() -> str:
@@ -150,11 +150,11 @@ def test_runs_are_compared_with_the_first_question_by_question(
     assert re.search(r"val +lr=2 +1.000 +\+0.500 \(\+0.343 to \+0.657\) +< 0.0001 +< 0.0001", text)
     assert re.search(r"^val: lr=2 .*\baccuracy\b.* lr=1 \(p < 0\.0001, 40 ", text, re.MULTILINE)
     assert re.search(r"^val: lr=3 and lr=1 .* 40 ", text, re.MULTILINE)
-    write_scores([("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
+    write_scores([SetScores("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
     assert re.search(r": lr=1 and lr=2 .*\b0 .* val .*\baccuracy\b", shown())
     assert main_compare([str(tmp_path / name) for name in names[::2]]) == 0
     capfd.readouterr()
-    write_scores([("val", 1, {f"q{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
+    write_scores([SetScores("val", 1, {f"q{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
     assert main_compare([str(tmp_path)]) == 0  # the sweep's directory
     assert re.search(r"val: lr=2 .*higher .*lr=1", capfd.readouterr().out)
     make_run(tmp_path / "unmeasured")
