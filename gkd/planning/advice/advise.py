@@ -42,8 +42,8 @@ SHARES = (0.6, 0.5, 0.4, 0.3)  # of the gpu_memory_utilization of engines on the
 class Advice:
     """Holds changes after which ``group`` fits.
 
-    ``saves`` bytes of a GPU; ``host``: bytes it takes of the host's memory for that; ``slower``: the step's time
-    against now.
+    ``saves`` bytes of a GPU, on a CPU of the machine's memory; ``host``: bytes it takes of the host's memory for that;
+    ``slower``: the step's time against now.
     """
 
     group: str
@@ -58,10 +58,11 @@ class Advice:
         """Return the changes as overrides to paste."""
         return overrides(self.settings)
 
-    def line(self) -> str:
-        """Return the changes and what they cost, in words."""
-        host = f", with {self.host / GB:.1f} GB of the host's memory" if self.host else ""
-        saved = f"saves {self.saves / GB:.1f} GB a GPU{host}"
+    def line(self, is_cpu: bool) -> str:
+        """Return the changes and what they cost, in words; ``is_cpu``: where all groups share a machine's memory."""
+        host = f", with {self.host / GB:.1f} GB of the host's memory" if self.host and not is_cpu else ""
+        whose = "of the machine's memory" if is_cpu else "a GPU"
+        saved = f"saves {self.saves / GB:.1f} GB {whose}{host}"
         return f"{self.overrides()} ({saved}; a step takes {self.slower:.2f} of the time)"
 
 
@@ -84,7 +85,8 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
     groups = groups_that_do_not_fit(layout)
     if by_group is None:
         by_group = {group: list(advise(layout, group)) for group in groups}
-    if any(not by_group[group] and not _fits_alone(layout, group) for group in groups if group != "reference"):
+    alone = [] if layout.hardware.is_cpu else groups  # on a CPU what one group leaves is any other's
+    if any(not by_group[group] and not _fits_alone(layout, group) for group in alone if group != "reference"):
         return None  # (a reference may come to be needed no more)
     advice_of = {(group, ""): list(by_group[group]) for group in groups}
     # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
@@ -209,14 +211,14 @@ def _find_cheapest(trials: _Trials, level: int) -> Advice | None:
     changes = [change for change in changes_for(layout, group) if change.level <= level]
     if not trials.can_fit(changes):
         return None
-    bytes_now, seconds_now = _sum_without_cache(memory_of(layout, group)), _step_seconds(layout)
+    bytes_now, seconds_now = _bytes_to_save(layout, memory_of(layout, group)), _step_seconds(layout)
     for n in range(1, MOST_CHANGES + 1):
         fitting: list[tuple[Advice, Config]] = []
         for settings in filter(trials.is_minimal, _sets_of_changes(trials, changes, n, level)):
             memory, whole = trials.memory_with(settings), with_gpus(layout, settings)
             config = with_settings(layout.config, whole)
             slower = _step_seconds(replace(layout, config=config)) / seconds_now
-            saves = bytes_now - _sum_without_cache(memory)
+            saves = bytes_now - _bytes_to_save(layout, memory)
             fitting.append((Advice(group, level, whole, saves, memory.margin, slower, memory.host), config))
         for advice, config in sorted(fitting, key=lambda one: (round(one[0].slower, 2), one[0].saves)):
             if _is_possible(layout, config):  # which takes longest
@@ -233,8 +235,10 @@ def _is_possible(layout: Layout, config: Config) -> bool:
     return layout.nodes is None or has_room(config, layout.nodes)
 
 
-def _sum_without_cache(memory: GroupMemory) -> float:
-    """Return the bytes of all items but the cache, which takes whatever there is."""
+def _bytes_to_save(layout: Layout, memory: GroupMemory) -> float:
+    """Return the bytes of a GPU that all but the cache take, which has what there is; of a CPU, those it lacks."""
+    if layout.hardware.is_cpu:
+        return -memory.margin  # of all groups together
     return memory.total - memory.items.get("key-value cache", 0.0)
 
 

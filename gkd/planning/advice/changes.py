@@ -154,7 +154,7 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
     changes = [Change(f"{section}.max_num_seqs", 1, seqs)]
     if layout.hardware.is_cpu:
         gb = engine.cpu_cache_gb
-        sizes = tuple(v for v in (gb // 2, gb * 2, gb * 4) if v >= 1)
+        sizes = (*(gb >> i for i in range(1, gb.bit_length())), gb * 2, gb * 4)
         changes.append(Change(f"{section}.n_gpus_per_node", 1, _offer_fewer_engines(layout.config, section, engine)))
         if properties.managed_memory:
             changes.append(Change(f"{section}.kv_cache_gb", 1, sizes))

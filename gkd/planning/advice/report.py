@@ -212,7 +212,7 @@ def _print_advice(report: PlanReport, out: Console) -> None:
         out.print(f"  {group}: what only makes it slower is not enough")
     for suggestion in report.advice:
         out.print(f"  {suggestion.group}, level {suggestion.level}, {LEVEL_NAMES[suggestion.level]}:", soft_wrap=True)
-        out.print(f"    {suggestion.line()}", soft_wrap=True)
+        out.print(f"    {suggestion.line(report.layout.hardware.is_cpu)}", soft_wrap=True)
     if report.all_groups is None:
         for memory in without:
             out.print(f"  {memory.group}: {explain_no_advice(report.layout, memory)}", soft_wrap=True)

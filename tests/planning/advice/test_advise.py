@@ -12,6 +12,7 @@ import pytest
 
 from gkd.config import load
 from gkd.config.compose import compose
+from gkd.config.device import GB, GIB
 from gkd.errors import ConfigError
 from gkd.planning.advice import advise as advise_module
 from gkd.planning.advice.advise import (
@@ -356,6 +357,21 @@ def test_on_a_cpu_all_groups_share_its_memory() -> None:
     large = compose([*own, "plan.memory_gb=8", "rollout.kv_cache_gb=6"])
     with pytest.raises(ConfigError, match=r"this fits: "):
         require_memory(large, s.models, None)
+
+
+def test_a_cache_that_a_machine_has_no_memory_for_is_made_as_much_smaller_as_it_takes() -> None:
+    """One group's change is then enough for all, and what it saves is of the machine."""
+    s = layout_of("+recipe=grpo", "placement=cpu", "plan.memory_gb=8", "rollout.kv_cache_gb=100", on_cpu=True)
+    planned = plan(s, None, None, False)
+    assert all(not memory.fits for memory in planned.memory)
+    (one,) = [advice for advice in planned.advice if advice.level == 1]
+    assert one.settings == {"rollout.kv_cache_gb": 3} and planned.all_groups == one.overrides()
+    assert one.saves == (100 - 3) * GIB
+    out = io.StringIO()
+    show(planned, out)
+    assert not any(explain_no_advice(planned.layout, memory) in out.getvalue() for memory in planned.memory)
+    assert contains_in_order(out.getvalue(), one.overrides(), f"{97 * GIB / GB:.1f} GB", "machine")
+    assert one.overrides() in explain_shortage(s, "actor")
 
 
 def test_copies_of_the_student_that_do_not_fit_are_advised_to_be_wider() -> None:
