@@ -63,18 +63,35 @@ class RemoteError(Exception):
 MAX_REASON = 600  # characters; some libraries put whole tables into a message
 
 
+_VALIDATION = re.compile(
+    r"\A\d+ validation errors? for .+\n(?:(?P<place>\S.*)\n)?  (?:Value error, )?(?P<why>(?s:.+?)) \[type=\w+, input_"
+)
+"""The text of a pydantic ValidationError: what is validated, perhaps a field, what is wrong, what it was given."""
+
+
 def one_line(text: object) -> str:
-    """Return a message without line breaks, cut to a length that people read."""
-    line = " ".join(str(text).split())
+    """Return a message without line breaks, cut to a length that people read.
+
+    Of the text of a pydantic ValidationError it is the first message, behind the name of its field.
+    """
+    text = str(text)
+    if (first := _VALIDATION.match(text)) is not None:
+        text = ": ".join(filter(None, first.group("place", "why")))
+    line = " ".join(text.split())
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of any kind in one line: its class and its message; of a signal, that it stopped the program."""
+    """Return an error of any kind in one line: its class and its message.
+
+    Of a signal it is that it stopped the program, of a pydantic ValidationError the message alone.
+    """
     if isinstance(error, RemoteError):
         return one_line(error)
     if isinstance(error, SignalExit | KeyboardInterrupt):
         return f"stopped by {error.signal if isinstance(error, SignalExit) else 'Ctrl-C'}"
+    if _VALIDATION.match(str(error)):
+        return one_line(error)
     return f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
 
 

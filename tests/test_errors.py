@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError, model_validator
 
 from gkd.cli import train as main
 from gkd.cluster.session.shutdown import run_within
 from gkd.config.registry import Registry
-from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors, entry_point
+from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors, describe_error, entry_point, one_line
 
 
 def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
@@ -47,6 +48,27 @@ def test_every_end_is_one_line(error: BaseException, line: str, code: int, capfd
 
     assert catch_errors(program) == code
     assert capfd.readouterr().err == line + "\n"
+
+
+class Validated(BaseModel):
+    """Refuses, as settings of another program do."""
+
+    number: int = 1
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Validated:
+        raise ValueError("one [1] and\n  two")
+
+
+@pytest.mark.parametrize(
+    ("values", "line"), [({}, r"one \[1\] and two"), ({"number": "x"}, "number: Input should be .*")]
+)
+def test_of_a_validation_error_of_pydantic_its_first_message_is_the_line(values: dict[str, str], line: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Validated.model_validate(values)
+    for text in (one_line(caught.value), describe_error(caught.value)):
+        assert re.fullmatch(line, text) and "pydantic" not in text and "input_" not in text
+    assert describe_error(ValueError("one\ntwo")) == "ValueError: one two"
 
 
 @pytest.mark.parametrize("error", ["KeyError('cost')", "SystemExit(0)"])

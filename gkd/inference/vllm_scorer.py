@@ -120,7 +120,9 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
         try:
             self.llm_engine = start_llm(arguments, spec.device).llm_engine
         except Exception as error:
-            failure = f"the {spec.name}'s engine did not start on {spec.model_path}"
+            method = spec.settings.quantization
+            how = "" if method is None else f" with {spec.section}.quantization={method} in {spec.dtype} (model.dtype)"
+            failure = f"the {spec.name}'s engine did not start on {spec.model_path}{how}"
             raise RunFailed(f"{failure}: {describe_error(error)}") from error
         self.llm_engine.collective_rpc(tails_instead_of_ranks)
         self._stop_ids = spec.model.eos_ids

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from transformers import AutoConfig
 
 from gkd.config.compose import compose
 from gkd.config.groups import Teacher
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs.find import _require_engines_run, with_scoring_engines
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.inference.vllm_models import scoring_engine
@@ -86,6 +87,22 @@ def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
     _require_engines_run(
         compose(["+recipe=on_policy_distill", "teacher.quantization=fp8"]), str(tmp_path), {"teacher": str(tmp_path)}
     )
+
+
+def test_an_engine_that_does_not_start_names_the_settings_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM refuses itself is pydantic's to raise."""
+    why = "torch.float32 is not supported for fp8"
+
+    class Refusing(BaseModel):
+        @model_validator(mode="after")
+        def _refuse(self) -> Refusing:
+            raise ValueError(why)
+
+    monkeypatch.setattr("gkd.inference.vllm_scorer.start_llm", lambda *_: Refusing())
+    spec = EngineSpec("teacher", "path", ModelInfo(96, 128, [1], 90), Teacher(quantization="fp8"), "cpu", "float32")
+    settings = r"teacher\.quantization=fp8 .*float32 \(model\.dtype\)"
+    with pytest.raises(RunFailed, match=rf"{settings}: {re.escape(why)}$"):
+        VLLMScorer(spec)
 
 
 def test_before_models_are_known_the_width_of_an_engine_decides() -> None:
