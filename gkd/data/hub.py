@@ -1,7 +1,7 @@
 """Data sets as the ``datasets`` library has them: directories, and names in the local Hugging Face cache.
 
 It finds the files of a subset and split, and reads Parquet and Arrow, whose types are stored. Of JSON and CSV it would
-infer types, so these are read as files that are named alone, unless their index states types or other options.
+infer types, so these are read as files that are named alone, unless the index states how (``configs``).
 Nothing here reaches a network: a name that is not in the cache is refused with the command that gets it.
 """
 

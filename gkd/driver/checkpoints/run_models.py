@@ -146,9 +146,6 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         sets["val"] = {**shared, "files": files, "limit": data.val_limit, "rewards": functions}
         for name, val_set in data.val_sets.items():
             sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"every"})
-        for own in sets.values():
-            if "system_prompt" not in own:  # the run has warned of plain text that it asked as it is
-                own.setdefault("apply_chat_template", False)
         others = ("functions", "weights", "set_functions")
         reward = config.reward.with_functions(list(dict.fromkeys([*config.reward.set_functions, *functions])))
         reward = {name: value for name, value in reward.items() if name not in others}
