@@ -64,7 +64,8 @@ MAX_REASON = 600  # characters; some libraries put whole tables into a message
 
 
 _VALIDATION = re.compile(
-    r"\A\d+ validation errors? for .+\n(?:(?P<place>\S.*)\n)?  (?:Value error, )?(?P<why>(?s:.+?)) \[type=\w+, input_"
+    r"\A(?P<n>\d+) validation errors? for .+\n"
+    r"(?:(?P<place>\S.*)\n)?  (?:Value error, )?(?P<why>(?s:.+?)) \[type=\w+, input_"
 )
 """The text of a pydantic ValidationError: what is validated, perhaps a field, what is wrong, what it was given."""
 
@@ -72,11 +73,12 @@ _VALIDATION = re.compile(
 def one_line(text: object) -> str:
     """Return a message without line breaks, cut to a length that people read.
 
-    Of the text of a pydantic ValidationError it is the first message, behind the name of its field.
+    Of the text of a pydantic ValidationError it is the first message, behind the name of its field, and how many more.
     """
     text = str(text)
     if (first := _VALIDATION.match(text)) is not None:
-        text = ": ".join(filter(None, first.group("place", "why")))
+        n_more = int(first["n"]) - 1
+        text = ": ".join(filter(None, first.group("place", "why"))) + f" (and {n_more} more)" * (n_more > 0)
     line = " ".join(text.split())
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 

@@ -54,6 +54,7 @@ class Validated(BaseModel):
     """Refuses, as settings of another program do."""
 
     number: int = 1
+    other: int = 1
 
     @model_validator(mode="after")
     def _refuse(self) -> Validated:
@@ -61,7 +62,12 @@ class Validated(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("values", "line"), [({}, r"one \[1\] and two"), ({"number": "x"}, "number: Input should be .*")]
+    ("values", "line"),
+    [
+        ({}, r"one \[1\] and two"),
+        ({"number": "x"}, r"number: Input should be [^()]*"),
+        ({"number": "x", "other": "y"}, r"number: Input should be .* \(and 1 more\)"),
+    ],
 )
 def test_of_a_validation_error_of_pydantic_its_first_message_is_the_line(values: dict[str, str], line: str) -> None:
     with pytest.raises(ValidationError) as caught:

@@ -43,9 +43,14 @@ class OpenAIEndpoint(Settings):
         return os.environ.get(self.api_key_env, "").strip()
 
     def secrets(self) -> list[str]:
-        """Return what no message may have: the key, the URL's password and the values of its query."""
+        """Return what no message may have: the key, the URL's user and password, and the values of its query.
+
+        Of these both what stands in the URL and what that means.
+        """
         parts = urlsplit(self.url)
-        values = [self.key(), parts.password or "", *(value for _, value in parse_qsl(parts.query))]
+        values = [self.key(), parts.username or "", parts.password or ""]
+        values += [part.partition("=")[2] for part in parts.query.split("&")]
+        values += [value for _, value in parse_qsl(parts.query)]
         return [value for value in values if len(value) >= SHORTEST_SECRET]
 
     def client_arguments(self) -> dict[str, Any]:

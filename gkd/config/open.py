@@ -144,9 +144,18 @@ class OpenSections(OpenSettings):
         return classes
 
     def idle_sections(self) -> list[str]:
-        """Return sections of built-in classes that are not named, and so change nothing."""
-        used = map(shorten_name, self.selected_names())
-        return sorted((self.model_extra or {}).keys() & set(self.registry.names()) - set(used))
+        """Return sections of built-in classes that are not named, and so change nothing.
+
+        Those with defaults alone are left out, which a run's file has of what it named.
+        """
+        extra = self.model_extra or {}
+        unused = set(self.registry.names()) - set(map(shorten_name, self.selected_names()))
+        idle = []
+        for name in sorted(extra.keys() & unused):
+            fields = settings_class(self.registry.load(name)).model_fields
+            if any(value != fields[own].get_default(call_default_factory=True) for own, value in extra[name].items()):
+                idle.append(name)
+        return idle
 
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:

@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from gkd.config.endpoint import OpenAIEndpoint
-from gkd.errors import QuestionRefused, RunFailed, describe_error, one_line
+from gkd.errors import QuestionRefused, RunFailed, one_line
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -51,7 +51,8 @@ class ChatModel:
     async def complete(self, question: str, **request: Any) -> ChatReply:
         """Return a chat completion. ``question``: what messages call it.
 
-        Each of the attempts has ``timeout_s``, all of them as often that, with the pauses between them. Raises
+        Each of the attempts has ``timeout_s``, all of them as often that, with the pauses between them: an attempt that
+        fails early leaves its time to a pause. Raises
         QuestionRefused where the endpoint does not take it, and RunFailed, which states the last attempt, where none
         succeeds. One that is cancelled states it as well, in a note.
         """
@@ -71,7 +72,7 @@ class ChatModel:
         start = clock()
         for attempt in range(1, n + 1):
             try:
-                async with asyncio.timeout_at(min(clock() + limit_s, start + n * limit_s)):
+                async with asyncio.timeout(limit_s):
                     return read_reply(await self._ask(request))
             except (BadRequestError, UnprocessableEntityError) as error:
                 raise QuestionRefused(f"{self._name} refuses {question}: {self._describe(error)}") from None
@@ -79,13 +80,13 @@ class ChatModel:
                 failures.append(f"{self._describe_failure(error)} (attempt {attempt} of {n})")
                 if attempt == n or not _may_pass(error):
                     break
+                left = max(0.0, start + attempt * limit_s - clock())  # so that the next attempt has all of its own time
                 pause = _requested_pause(error)
-                if pause is None:  # within this attempt's time: the next one has all of its own
-                    backoff = min(FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10), LONGEST_PAUSE_S)
-                    pause = max(0.0, min(backoff, start + attempt * limit_s - clock()))
-                elif clock() + pause >= start + n * limit_s:
-                    whole = f"all attempts have {n * limit_s:g} s ({self._section}.timeout_s={limit_s:g} each)"
-                    failures[-1] += f"; it asks to wait {pause:.0f} s, and {whole}"
+                if pause is None:
+                    pause = min(FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10), LONGEST_PAUSE_S, left)
+                elif pause > left:
+                    setting = f"{self._section}.timeout_s={limit_s:g}"
+                    failures[-1] += f"; it asks to wait {pause:.0f} s, and {setting} leaves {left:.0f} s"
                     break
             await asyncio.sleep(pause)
         raise RunFailed(f"{self._name} {failures[-1]}")
@@ -118,15 +119,18 @@ class ChatModel:
         return f"did not answer: {self._describe(error)}"
 
     def _describe(self, error: Exception) -> str:
-        """Return an error in one line, without what is secret of the endpoint."""
-        text = one_line(error) if isinstance(error, NoCompletion) else describe_error(error)
-        if error.__cause__ is not None:  # of a connection that failed
-            text = f"{type(error).__name__}: {describe_error(error.__cause__)}"
-        variable = self._settings.api_key_env
-        if getattr(error, "status_code", None) in NEEDS_KEY and not self._settings.key():
-            text += f"; the variable {variable} ({self._section}.api_key_env) is not set where it is asked from"
+        """Return an error in one line, without what is secret of the endpoint, which is taken out before it is cut."""
+        text = str(error if error.__cause__ is None else error.__cause__)  # the cause of a connection that failed
         for secret in self._settings.secrets():
             text = text.replace(secret, "***")
+        if isinstance(error, NoCompletion):
+            return repr(one_line(text)[:200])
+        kinds = [type(own).__name__ for own in (error, error.__cause__) if own is not None]
+        text = one_line(": ".join([*kinds, *filter(None, [text])]))
+        if getattr(error, "status_code", None) in NEEDS_KEY and not self._settings.key():
+            variable = self._settings.api_key_env
+            name = f"variable {variable}" if variable.isupper() else "variable"  # a key has small letters
+            text += f"; the {name} ({self._section}.api_key_env) is not set where it is asked from"
         return text
 
 
@@ -146,7 +150,7 @@ def read_reply(body: str) -> ChatReply:
         counted = n_tokens if isinstance(n_tokens, int) else math.nan
         return ChatReply(text, counted, choice.get("finish_reason") == "length")
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
-        raise NoCompletion(repr(one_line(body)[:200])) from None
+        raise NoCompletion(body) from None
 
 
 def _texts(parts: list[Any]) -> Iterator[str]:

@@ -389,3 +389,11 @@ def test_settings_of_classes_that_are_not_named_are_warned_of() -> None:
     one, other = (line for line in doubts(config) if "change nothing" in line)
     assert "reward.length.*" in one and "reward.functions" in one
     assert "trainer.wandb.*" in other and "trainer.trackers" in other
+
+
+def test_a_runs_file_may_hold_defaults_of_what_is_named_no_more() -> None:
+    run = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": ["format", "length"]}}
+    again = load(run).model_dump()
+    assert again["reward"]["length"] and again["reward"]["format"]
+    again["reward"]["functions"] = ["format"]
+    assert not [line for line in doubts(load(again)) if "change nothing" in line]

@@ -153,10 +153,14 @@ def test_a_pause_that_is_asked_for_is_made_where_there_is_time(endpoint: Endpoin
     endpoint.says, endpoint.headers = [429, "3"], {"retry-after": "0"}
     assert judged(endpoint) == pytest.approx(0.3)
     endpoint.says, endpoint.headers = [429], {"retry-after": "30"}
-    with pytest.raises(RunFailed, match=r"RateLimitError.* 30 s, .* 8 s \(reward\.judge\.timeout_s"):
+    with pytest.raises(RunFailed, match=r"RateLimitError.* 30 s, .*reward\.judge\.timeout_s=4 .* 4 s"):
         judged(endpoint)
     endpoint.says, endpoint.headers = [429], {"retry-after": "Wed, 21 Oct 2065 07:28:00 GMT"}
     with pytest.raises(RunFailed, match=r"RateLimitError.* \d{9,} s, "):
+        judged(endpoint)
+    # One that would leave the next attempt less than its time is not made.
+    endpoint.says, endpoint.headers = [429], {"retry-after": "5"}
+    with pytest.raises(RunFailed, match=r"\(attempt 1 of 2\).* 5 s, .* 4 s"):
         judged(endpoint)
 
 
@@ -180,9 +184,11 @@ def test_one_attempt_has_less_time_than_the_reward() -> None:
 
 def test_a_missing_key_is_named(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    endpoint.says = [401, 401]
+    endpoint.says = [401, 401, 401]
     with pytest.raises(RunFailed, match=r"AuthenticationError.* JUDGE_KEY \(reward\.judge\.api_key_env\) is not"):
         judged(endpoint, api_key_env="JUDGE_KEY")
+    with pytest.raises(RunFailed, match=r"(?!.*gsk_12)AuthenticationError.* \(reward\.judge\.api_key_env\) is not"):
+        judged(endpoint, api_key_env="gsk_1234abcd")  # a key that could be a name
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with pytest.raises(RunFailed, match=r"AuthenticationError(?!.*JUDGE_KEY)"):
         judged(endpoint, api_key_env="JUDGE_KEY")
@@ -212,6 +218,15 @@ def test_a_query_of_the_url_goes_with_requests_and_no_secret_is_shown(
         asyncio.run(score_two())
     assert endpoint.paths == ["/v1/chat/completions?v=1&api-key=key-of-the-query"] * 2
     assert endpoint.url in str(failed.value) and "key-of" not in str(failed.value)
+
+
+def test_a_secret_is_hidden_as_it_stands_in_the_url_and_where_a_long_answer_is_cut(endpoint: Endpoint) -> None:
+    secret = "key%2Fof%3Dthe-query"
+    for says in (b'{"error": "' + secret.encode() + b'"}', b"x" * 190 + b" key/of=the-query"):
+        endpoint.says = [says]
+        with pytest.raises(RunFailed, match=r"\*\*\*") as failed:
+            asyncio.run(Judge(Judge.Config(url=f"{endpoint.url}?code={secret}", model="m", retries=0))(COMPLETION))
+        assert "key" not in str(failed.value)
 
 
 @pytest.mark.parametrize(("answer", "mark"), [(".5", 0.5), ("Score: -.5", -0.5), ("I say...7", 7.0), ("Score.7", 7.0)])
