@@ -112,8 +112,8 @@ def _read_split(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Row
 
     if split in files:
         return _read_texts(files[split])
-    lengths = {name: sum(1 for _ in _read_texts(own)) for name, own in files.items()}
     spec = "+".join(files) if split == "all" else split
+    lengths = {name: sum(1 for _ in _read_texts(own)) if name in spec else 0 for name, own in files.items()}
     parts = ReadInstruction.from_spec(spec).to_absolute(lengths)
     rows = (islice(_read_texts(files[own.splitname]), own.from_, own.to) for own in parts)
     return chain.from_iterable(rows)
@@ -127,7 +127,7 @@ def _read_texts(paths: Sequence[Path]) -> Iterator[Row]:
 
 def _subset_and_split(part: str, subsets: list[str], what: str) -> tuple[str, str | None]:
     """Return which subset is meant, and which split where one is named."""
-    first, _, second = part.partition(":")
+    first, _, second = (part, "", "") if "[" in part.partition(":")[0] else part.partition(":")  # a slice has a colon
     if second or first in subsets:
         if first and first not in subsets:
             raise ConfigError(f"{what} has no subset {first!r}; there are {', '.join(subsets)}")

@@ -175,4 +175,4 @@ def _requested_pause(error: Exception) -> float | None:
     if math.isnan(seconds):
         with suppress(ValueError, TypeError):
             seconds = max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return seconds if seconds >= 0 else None
+    return seconds if 0 <= seconds < math.inf else None

@@ -152,6 +152,8 @@ def test_what_is_no_completion_is_tried_again(endpoint: Endpoint) -> None:
 def test_a_pause_that_is_asked_for_is_made_where_there_is_time(endpoint: Endpoint) -> None:
     endpoint.says, endpoint.headers = [429, "3"], {"retry-after": "0"}
     assert judged(endpoint) == pytest.approx(0.3)
+    endpoint.says, endpoint.headers = [429, "3"], {"retry-after": "inf"}  # what is no time asks for no pause
+    assert judged(endpoint) == pytest.approx(0.3)
     endpoint.says, endpoint.headers = [429], {"retry-after": "30"}
     with pytest.raises(RunFailed, match=r"RateLimitError.* 30 s, .*reward\.judge\.timeout_s=4 .* 4 s"):
         judged(endpoint)
