@@ -29,15 +29,18 @@ _NOTES = "GKD_VLLM_ERRORS"  # in the environment: the file to note errors in
 
 
 def register() -> None:
-    """Make the backends known to vLLM, once a process.
+    """Make the backends known to vLLM, once a process, and the GPUs of slices (MIG).
 
     A process that an engine of this project starts ends with the one that started it, and notes its errors for that.
     """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     for name, (module, engine) in BACKENDS.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
+    if current_platform.is_cuda():
+        type(current_platform).device_control_id_to_physical_device_id = staticmethod(find_gpu)
     if (path := os.environ.get(_NOTES)) is not None:
         # Where a process logs why it ends; what other parts of vLLM log they go on from.
         logging.getLogger("vllm.v1.executor").addHandler(_Notes(path))
@@ -45,6 +48,25 @@ def register() -> None:
             # vLLM has them end by themselves, which one that waits for its GPU does not come to. The thread that starts
             # an engine is the one that it works on until the worker ends.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def find_gpu(entry: str) -> int:
+    """Return NVML's index of the GPU that an entry of CUDA_VISIBLE_DEVICES names, or is a slice (MIG) of.
+
+    vLLM asks NVML for the index of the device, which of a slice is its place among those of its GPU.
+    """
+    from vllm.third_party import pynvml
+
+    if entry.isdigit():
+        return int(entry)
+    pynvml.nvmlInit()
+    try:
+        device = pynvml.nvmlDeviceGetHandleByUUID(entry)
+        if entry.startswith("MIG-"):
+            device = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+        return int(pynvml.nvmlDeviceGetIndex(device))
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def require_installed() -> None:

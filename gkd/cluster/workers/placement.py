@@ -25,8 +25,8 @@ from gkd.cluster.workers.reserve import (
     reserve,
     start_workers,
 )
-from gkd.config import Cluster, Config
-from gkd.errors import RunFailed
+from gkd.config import GROUP_OF, Cluster, Config, Engine
+from gkd.errors import ConfigError, RunFailed
 
 log = logging.getLogger("gkd")
 
@@ -150,9 +150,25 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     wrong = faults(placement.reports, ranges, config.may_share())
     if wrong:
         raise PlacementFault(wrong, placement)
+    _require_whole_gpus(config, placement.reports)
     for line in describe_use(placement.reports):
         log.warning(line)
     return placement
+
+
+def _require_whole_gpus(config: Config, reports: Sequence[Report]) -> None:
+    """Raise ConfigError for an engine that would span slices of GPUs (MIG): CUDA shows a process one of them."""
+    sections = {
+        GROUP_OF[section]: section
+        for section, pool in config.pools()
+        if isinstance(pool, Engine) and pool.tensor_parallel_size > 1
+    }
+    for report in reports:
+        if report.group in sections and any(uuid.startswith("MIG-") for uuid in report.gpu_uuids):
+            raise ConfigError(
+                f"{report} is on a slice of a GPU (MIG), and an engine spans no slices: "
+                f"{sections[report.group]}.tensor_parallel_size=1 or whole GPUs would do"
+            )
 
 
 def _group(name: str, claims: list[Claim], names: dict[str, str], session: Session) -> Group:

@@ -145,6 +145,17 @@ def test_slices_of_gpus_have_the_numbers_of_their_places_in_the_list(tmp_path):
     assert [worker["gpu_uuids"] for worker in placed] == [["MIG-c"], ["MIG-b"], ["MIG-a"]]
 
 
+def test_an_engine_spans_no_slices_of_gpus(tmp_path):
+    run = start(
+        *REAL, "rollout.n_gpus_per_node=2", "rollout.tensor_parallel_size=2", cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES="MIG-b,MIG-a,MIG-c,MIG-d",
+        **fake_gpus(tmp_path / "a", [f"GPU-{letter * 8}" for letter in "abcd"]),
+    )  # fmt: skip
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert contains_in_order(err, "rollout rank 0", "(MIG)", "rollout.tensor_parallel_size=1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
