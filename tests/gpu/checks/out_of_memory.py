@@ -28,9 +28,19 @@ ROOM_MB, ROOM_MB_GPU = 200, 48  # more than the process has before the update, w
 
 def update_again(context: Context) -> None:
     """With so little memory left that 30,000 tokens at once do not fit, against small micro-batches from the start."""
+    _update_again(context, n_ranks=1, n_layers=models.SHAPE["num_hidden_layers"])
+
+
+def update_again_of_two(context: Context) -> None:
+    """Two ranks, of which the second has so little: the first waits for it with more layers than CUDA queues."""
+    _update_again(context, n_ranks=2, n_layers=32)
+
+
+def _update_again(context: Context, n_ranks: int, n_layers: int) -> None:
     path = str(context.scratch / "out-of-memory")
     torch.manual_seed(0)
     shape = {**models.SHAPE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    shape["num_hidden_layers"] = n_layers
     LlamaForCausalLM(LlamaConfig(**{**shape, "max_position_embeddings": 16384})).save_pretrained(path)
     lines: list[str] = []
     handler = logging.Handler()
@@ -39,7 +49,7 @@ def update_again(context: Context) -> None:
     samples, small = models.scored(200, k=4, lengths=(80, 100)), models.scored(8, k=4, lengths=(8, 9))
     norms = {}
     for budget, limited in ((2_000, False), (TOKENS, True)):
-        with _actor(path, budget) as actor:
+        with _actor(path, budget, n_ranks) as actor:
             actor.update(put(small), 1)
             if limited:
                 _leave(actor, context)
@@ -52,12 +62,12 @@ def update_again(context: Context) -> None:
 
 
 @contextmanager
-def _actor(path: str, budget: int) -> Iterator[ActorGroup]:
+def _actor(path: str, budget: int, n_ranks: int) -> Iterator[ActorGroup]:
     """An actor alone, placed and loaded as a run has it, with micro-batches of at most ``budget`` tokens."""
     settings = {
         "actor": {"lr": 1e-6, "max_tokens_per_micro_batch": budget, "loss_chunk": 256, "compile": False},
         "algorithm": {"aggregation": "sequence_mean"},
-        "trainer": {"total_steps": 10},
+        "trainer": {"total_steps": 10, "n_gpus_per_node": n_ranks},
         "cluster": {"cpu_threads": 1, "simulate_gpus": "auto", "share_gpus": True},
     }
     with connect(load(settings)) as session:
@@ -70,7 +80,7 @@ def _actor(path: str, budget: int) -> Iterator[ActorGroup]:
 
 
 def _leave(actor: Any, context: Context) -> None:
-    """Let the actor's process have only a little more than it has."""
+    """Let the actor's last process have only a little more than it has."""
     if context.rehearsal:
         leave(actor, ROOM_MB)
         return
@@ -82,4 +92,4 @@ def _leave(actor: Any, context: Context) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (room_mb << 20)) / total)
 
-    ray.get(actor.group.workers[0].__ray_call__.remote(limit), timeout=60)
+    ray.get(actor.group.workers[-1].__ray_call__.remote(limit), timeout=60)
