@@ -28,14 +28,16 @@ def rewards_of(config: Config, samples: Sequence[TrainingSample]) -> list[float]
     NaN where a function that counts (its weight is not 0) gave none: the sample's reward is then not known. One that
     does not apply adds nothing.
     """
-    weights = {name: weight for name, weight in config.reward.weight_of().items() if weight}
     limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
+    sums = _weighted_sums(config, samples)
+    return [with_overlong(sample, total, limit, overlong) for sample, total in zip(samples, sums, strict=True)]
 
-    def total(sample: TrainingSample) -> float:
-        values = [weight * _number(sample.rewards.get(name, 0.0)) for name, weight in weights.items()]
-        return with_overlong(sample, sum(values), limit, overlong)
 
-    return [total(sample) for sample in samples]
+def _weighted_sums(config: Config, samples: Sequence[TrainingSample]) -> list[float]:
+    weights = {name: weight for name, weight in config.reward.weight_of().items() if weight}
+    return [
+        sum(weight * _number(sample.rewards.get(name, 0.0)) for name, weight in weights.items()) for sample in samples
+    ]
 
 
 def _number(reward: float | str) -> float:
@@ -193,7 +195,7 @@ def describe_failures(settings: Reward, name: str, rewards: Sequence[float | str
 
 
 def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """Return val/reward/NAME, each function's mean over held-out responses, and val/reward/mean, that of their rewards.
+    """Return val/reward/NAME, each function's mean over held-out responses, and val/reward/mean, of weighted sums.
 
     A response to which a function that counts gave none is no part of the latter; val/reward/NAME/failed is the share
     of those, where there are any. Raises RunFailed as :func:`describe_failures`.
@@ -203,4 +205,4 @@ def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dic
     metrics |= {f"val/{name}": share for name, share in by_function.items() if name.endswith("/failed") and share}
     counting = [name for name, weight in config.reward.weight_of().items() if weight]
     rated = [sample for sample in samples if not any(isinstance(sample.rewards.get(name), str) for name in counting)]
-    return metrics | ({"val/reward/mean": float(np.mean(rewards_of(config, rated)))} if rated else {})
+    return metrics | ({"val/reward/mean": float(np.mean(_weighted_sums(config, rated)))} if rated else {})

@@ -31,6 +31,11 @@ class ModelInfo:
     stateful: bool = False
     rope_positions: int | None = None
 
+    @property
+    def n_unsampled(self) -> int:
+        """Rows of logits that are never sampled, as they have no token."""
+        return max(0, self.vocabulary - self.n_tokens) if self.n_tokens else 0
+
     @staticmethod
     def read(path: str, setting: str, tokenizer: Any = None) -> ModelInfo:
         """Read the configuration in ``path``, a directory or the name of a locally cached model.

@@ -87,7 +87,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     parts = Parts(
-        stream, rollout_group, actor, sync, validation, val_sets, n_gpus, inputs.model.vocabulary,
+        stream, rollout_group, actor, sync, validation, val_sets, n_gpus, inputs.model,
         groups["actor"].reports[0].device, answers=answers,
     )  # fmt: skip
     return System(parts, teachers)

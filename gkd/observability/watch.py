@@ -21,11 +21,11 @@ ESTIMATES_ERR = 0.01
 class Watcher:
     """Gives each warning once, and again after :data:`AGAIN_AFTER` steps if it still or newly holds.
 
-    ``device`` is the actor's.
+    ``device`` and ``n_unsampled`` as in :func:`warnings`.
     """
 
-    def __init__(self, config: Config, device: Device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: Config, device: Device, n_unsampled: int = 0) -> None:
+        self.config, self.device, self.n_unsampled = config, device, n_unsampled
         self._warned_at: dict[str, int] = {}
         self._n_without = 0  # steps in a row in which every advantage was 0
 
@@ -33,7 +33,8 @@ class Watcher:
         """Warn of what is wrong with a step, or with all of the last ones."""
         equal = metrics.get("advantage/mean") == metrics.get("advantage/std") == 0.0
         self._n_without = self._n_without + 1 if equal else 0
-        for name, text in (*warnings(self.config, self.device, metrics), *self._warn_of_no_advantage(metrics)):
+        own = warnings(self.config, self.device, metrics, self.n_unsampled)
+        for name, text in (*own, *self._warn_of_no_advantage(metrics)):
             if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
                 self._warned_at[name] = step
                 log.warning("step %d: %s", step, text, extra={"step": step, "metric": name})
@@ -53,8 +54,13 @@ class Watcher:
         )
 
 
-def warnings(config: Config, device: Device, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield name of the metric and text of every warning that a step's metrics call for."""
+def warnings(
+    config: Config, device: Device, metrics: Mapping[str, float], n_unsampled: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Yield name of the metric and text of every warning that a step's metrics call for.
+
+    ``device`` is the actor's; ``n_unsampled``: rows of the student's logits that have no token.
+    """
     watch = config.watch
     cut = metrics.get("response/clip_ratio", 0.0)
     limit = config.rollout.max_response_length
@@ -84,7 +90,7 @@ def warnings(config: Config, device: Device, metrics: Mapping[str, float]) -> It
         yield (
             "mismatch/kl",
             f"sampler and trainer disagree, mismatch/kl {apart:.3g} (watch.mismatch_kl={watch.mismatch_kl:g}): "
-            f"{_advise_to_agree(config, device)}",
+            f"{_advise_to_agree(config, device, n_unsampled)}",
         )
     for name, label in config.reward.labels().items():
         slow, metric = getattr(config.reward.settings_of(name), "slow_s", math.inf), f"reward/{label}/seconds"
@@ -94,7 +100,7 @@ def warnings(config: Config, device: Device, metrics: Mapping[str, float]) -> It
             yield metric, f"the reward {label} takes {metrics[metric]:.1f} s a sample ({setting}): {advice}"
 
 
-def _advise_to_agree(config: Config, device: Device) -> str:
+def _advise_to_agree(config: Config, device: Device, n_unsampled: int) -> str:
     """Return which settings correct for a difference between sampler and trainer, and which make it smaller."""
     algorithm, lora, schedule = config.algorithm_on(device), config.actor.lora, config.schedule
     causes = {
@@ -109,7 +115,11 @@ def _advise_to_agree(config: Config, device: Device) -> str:
     if lessens := [setting for setting, is_cause in causes.items() if is_cause]:
         advice.append(f"{' or '.join(lessens)} would lessen it")
     else:
-        advice.append("no setting explains it: another rollout.engine shows whether this one computes the model right")
+        rows = ""
+        if n_unsampled:
+            rows = f"the student's {n_unsampled} rows without a token are never sampled, and the trainer counts them; "
+        other = "another rollout.engine shows whether this one computes the model right"
+        advice.append(f"no setting explains it: {rows}{other}")
     return "; ".join(advice)
 
 

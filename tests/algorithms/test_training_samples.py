@@ -150,6 +150,17 @@ def test_a_function_that_does_not_apply_to_a_sample_adds_nothing_and_is_no_failu
     assert validation_rewards(settings, samples)["val/reward/mean"] == 1.75 / 4
 
 
+def test_held_out_rewards_are_compared_without_the_penalty_for_length() -> None:
+    settings = config(overlong={"action": "penalty", "buffer": 10})
+    samples = [scored(0, 1.0)]
+    assert rewards_of(settings, samples)[0] < 1.0
+    assert validation_rewards(settings, samples) == {
+        "val/reward/accuracy": 1.0,
+        "val/reward/length": 0.0,
+        "val/reward/mean": 1.0,
+    }
+
+
 def test_how_far_the_student_goes_for_each_reward() -> None:
     """KL a token of the samples that a reward puts above their group's mean, whichever those are."""
     rewards = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.2), ("ValueError: no", 0.4)]  # of two groups

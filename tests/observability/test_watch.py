@@ -10,6 +10,7 @@ import pytest
 
 from gkd.config import Config, load
 from gkd.config.device import Device
+from gkd.data.model_info import ModelInfo
 from gkd.observability.watch import AGAIN_AFTER, Watcher, warnings
 from tests.error_text import contains_in_order
 
@@ -59,6 +60,14 @@ def test_what_makes_sampler_and_trainer_differ_is_named_and_nothing_else(
     config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **settings})
     ((_, text),) = warnings(config, device, {"mismatch/kl": 0.1})
     assert set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)) - {"watch.mismatch_kl"} == named
+
+
+def test_rows_that_are_never_sampled_are_named_where_no_setting_makes_sampler_and_trainer_differ() -> None:
+    for device, expected in (("cpu", True), ("cuda", False)):  # where the dtype makes them
+        config = load({"algorithm": UNWEIGHTED, "rollout": {"n": 2}})
+        ((_, text),) = warnings(config, device, {"mismatch/kl": 0.1}, n_unsampled=16)
+        assert ("16 rows" in text) is expected
+        assert ModelInfo(64, None, [], 48).n_unsampled == 16 and ModelInfo(64, None, [], 0).n_unsampled == 0
 
 
 def test_masking_is_advised_where_it_is_possible_and_not_done() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.group import WorkerReport, WorkerReports
 from gkd.config.device import Device
+from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.groups.weight_sync import WeightSync
@@ -33,7 +34,8 @@ class Parts:
     validation: Validation
     val_sets: ValSets
     n_gpus: int
-    vocab_size: int
+    model: ModelInfo
+    """The student."""
     device: Device
     """The actor's."""
     reports: WorkerReports = field(default_factory=WorkerReports)

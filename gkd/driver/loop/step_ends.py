@@ -38,7 +38,7 @@ class StepEnds:
 
     def __init__(self, config: Config, parts: Parts, log: RunLog, batches: Batches, first: int) -> None:
         self.config, self.parts, self.log, self.batches, self.first = config, parts, log, batches, first
-        self._watcher = Watcher(config, parts.device)
+        self._watcher = Watcher(config, parts.device, parts.model.n_unsampled)
         self._validating: RunningValidation | None = None
         self._epoch = 0.0
 

@@ -34,7 +34,7 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
     which ends before the optimizer step.
     """
     last = start.step if log.stops_early else config.trainer.total_steps
-    batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.vocab_size, start)
+    batches = Batches(config, parts.prompts, parts.answers or parts.rollout, parts.model.vocabulary, start)
     ends = StepEnds(config, parts, log, batches, start.step)
     if config.schedule.max_staleness > 0:  # samples of later steps come while the actor computes
         parts.actor.meanwhile = parts.rollout.attend
