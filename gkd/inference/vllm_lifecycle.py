@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.config.device import GIB, Device
 from gkd.errors import RemoteError, RunFailed
-from gkd.inference.engine import EngineSpec, ManagedMemory, ProcessResult
+from gkd.inference.engine import AnswerT, EngineSpec, InferenceEngine, ManagedMemory, ProcessResult, RequestT
 from gkd.inference.vllm_environment import compile_apart, find_session_directory, meet_in_session
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
-VLLM_MEMORY = ManagedMemory(
-    graphs=0.5 * GIB,
-    prompt_rows=1024,
-    most_blocks=1 << 17,  # each costs some 70 ns whenever the cache is forgotten, and 150 bytes
-    large_gpu=70 * GIB,  # vllm.engine.arg_utils, as what follows, for vllm.LLM
-    step_tokens=(8192, 16384),
-    max_num_seqs=(256, 1024),
-)
 LEAST_SHARE = 0.01
 ENDS_WITHIN_S = 2.0
 """A process whose connections broke is found to have ended within this time."""
@@ -126,30 +118,6 @@ def _reasons_of_processes() -> Iterator[None]:
             ) from error
 
 
-def cache_bytes(llm_engine: Any) -> int | None:
-    """Return the size of the cache on each GPU, as vLLM measured what was left for it; None where it did not."""
-    sizes = [size for size in llm_engine.collective_rpc(_measured_cache) if size is not None]
-    return min(sizes, default=None)
-
-
-def _measured_cache(worker: Any) -> int | None:
-    size = getattr(worker, "available_kv_cache_memory_bytes", None)
-    return None if size is None else int(size)
-
-
-def call_processes(llm_engine: Any, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
-    """Return what ``function`` returns in each process of the engine; nothing where it computes in this one."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    if isinstance(llm_engine.engine_core.engine_core.model_executor, UniProcExecutor):
-        return []
-    return list(llm_engine.collective_rpc(_call, args=(function,)))
-
-
-def _call(_: Any, function: Callable[[], ProcessResult]) -> ProcessResult:
-    return function()
-
-
 class Follower:
     """The processes of an engine on a further node: they do what the leader's engine requests.
 
@@ -175,22 +143,61 @@ class Follower:
         raise RunFailed("a process of an engine that spans nodes has ended")
 
 
-def has_lost_process(llm_engine: Any) -> bool:
-    """Return whether one of the processes of an engine of several GPUs has ended, in the last moment maybe."""
-    executor = llm_engine.engine_core.engine_core.model_executor
-    if getattr(executor, "is_failed", False):
-        return True
-    sentinels = [handle.proc.sentinel for handle in getattr(executor, "workers", ())]
-    return bool(multiprocessing.connection.wait(sentinels, ENDS_WITHIN_S)) if sentinels else False
+class VLLMEngine(InferenceEngine[RequestT, AnswerT]):
+    """Base of the engines that run vLLM in this process: ``llm_engine`` of :func:`start_llm`, on ``device``."""
+
+    needs_vllm = tensor_parallel = True
+    managed_memory = ManagedMemory(
+        graphs=0.5 * GIB,
+        prompt_rows=1024,
+        most_blocks=1 << 17,  # each costs some 70 ns whenever the cache is forgotten, and 150 bytes
+        large_gpu=70 * GIB,  # vllm.engine.arg_utils, as what follows, for vllm.LLM
+        step_tokens=(8192, 16384),
+        max_num_seqs=(256, 1024),
+    )
+    llm_engine: Any
+    device: Device
+
+    def cache_bytes(self) -> int | None:
+        """Return the size of the cache on each GPU, as vLLM measured what was left for it; None where it did not."""
+        sizes = [size for size in self.llm_engine.collective_rpc(_measured_cache) if size is not None]
+        return min(sizes, default=None)
+
+    def call_processes(self, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
+        """Return what ``function`` returns in each process of the engine; nothing where it computes in this one."""
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        if isinstance(self.llm_engine.engine_core.engine_core.model_executor, UniProcExecutor):
+            return []
+        return list(self.llm_engine.collective_rpc(_call, args=(function,)))
+
+    def has_lost_process(self) -> bool:
+        """Return whether one of the processes of an engine of several GPUs has ended, in the last moment maybe."""
+        executor = self.llm_engine.engine_core.engine_core.model_executor
+        if getattr(executor, "is_failed", False):
+            return True
+        sentinels = [handle.proc.sentinel for handle in getattr(executor, "workers", ())]
+        return bool(multiprocessing.connection.wait(sentinels, ENDS_WITHIN_S)) if sentinels else False
+
+    def sleep(self) -> None:
+        """Move the weights to the host and forget the cache, while idle; on a CPU there is nowhere to move."""
+        if self.device == "cuda":
+            self.llm_engine.sleep(level=1)
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Compute again as before :meth:`sleep`; ``weights_only``: without a cache, so that it can load but not run."""
+        if self.device == "cuda":
+            self.llm_engine.wake_up(["weights"] if weights_only else None)
+
+    def close(self) -> None:
+        """Free memory and end processes."""
+        self.llm_engine.engine_core.shutdown()
 
 
-def sleep(llm_engine: Any, device: Device) -> None:
-    """Have an idle engine move its weights to the host and forget its cache; on a CPU there is nowhere to move."""
-    if device == "cuda":
-        llm_engine.sleep(level=1)
+def _measured_cache(worker: Any) -> int | None:
+    size = getattr(worker, "available_kv_cache_memory_bytes", None)
+    return None if size is None else int(size)
 
 
-def wake(llm_engine: Any, device: Device, weights_only: bool = False) -> None:
-    """Have an engine that sleeps be as before; ``weights_only``: without a cache, so that it can load but not run."""
-    if device == "cuda":
-        llm_engine.wake_up(["weights"] if weights_only else None)
+def _call(_: Any, function: Callable[[], ProcessResult]) -> ProcessResult:
+    return function()

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gkd.config.transfer import passes_worker
-from gkd.inference.engine import EngineSpec, InferenceEngine, ProcessResult
+from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import share_gpu_of_worker
-from gkd.inference.vllm_lifecycle import (
-    VLLM_MEMORY,
-    Follower,
-    cache_bytes,
-    call_processes,
-    engine_arguments,
-    has_lost_process,
-    sleep,
-    start_llm,
-    wake,
-)
+from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.types import Sample, SampleRequest, VersionSpan
 
@@ -34,20 +24,19 @@ if TYPE_CHECKING:
     from gkd.weights.vllm_backend import CachePolicy
 
 
-class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
+class VLLMSampler(VLLMEngine[SampleRequest, Sample]):
     """Continuous batching: requests join and leave at every step.
 
     Log-probabilities are those of the distribution that is sampled from.
     """
 
-    can_sample = needs_vllm = tensor_parallel = gpu_transfers = in_flight = True
-    managed_memory = VLLM_MEMORY
+    can_sample = gpu_transfers = in_flight = True
     temperatures = 0.01, 2.0  # SamplingParams samples lower ones at the lowest, and refuses more
     adapter_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
     def __init__(self, spec: EngineSpec) -> None:
         self.llm = start_llm(_arguments(spec), spec.device)
-        self.engine, self.device, self._eos_ids = self.llm.llm_engine, spec.device, spec.model.eos_ids
+        self.llm_engine, self.device, self._eos_ids = self.llm.llm_engine, spec.device, spec.model.eos_ids
         self.weights, self._rank = spec.weights, spec.rank
         self._requests: dict[str, SampleRequest] = {}
         self._paused = False
@@ -108,17 +97,17 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         if self._salted:  # what weights of another version have cached is not this one's prefix
             prompt["cache_salt"] = str(version)
         lora = None if self._adapter is None else self._adapter.request
-        self.engine.add_request(name, prompt, params, lora_request=lora)
+        self.llm_engine.add_request(name, prompt, params, lora_request=lora)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether requests are unfinished."""
-        return bool(self._finished) or bool(self.engine.has_unfinished_requests())
+        return bool(self._finished) or bool(self.llm_engine.has_unfinished_requests())
 
     def step(self) -> list[tuple[int, Sample]]:
         """Do one forward pass over everything running."""
         finished, self._finished = self._finished, []
         self.forward_passes += 1
-        for output in self.engine.step():
+        for output in self.llm_engine.step():
             if output.finished:
                 completion = output.outputs[0]
                 request = self._requests.pop(output.request_id)
@@ -138,9 +127,9 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         """Compute nothing more until the last bucket of new weights is loaded; requests stay where they are."""
         if self._paused:
             return
-        self.engine.sleep(level=0, mode="keep")
+        self.llm_engine.sleep(level=0, mode="keep")
         self._paused = True
-        core = self.engine.engine_core.engine_core
+        core = self.llm_engine.engine_core.engine_core
         while getattr(core, "batch_queue", None):  # on a GPU a pass may be under way
             done = self.step()  # with what was finished before
             self._finished = done
@@ -149,34 +138,18 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
         if bucket.last and self._paused:
             if self._salted:
                 self._requeue(bucket.version)
-            self.engine.wake_up(["scheduling"])
+            self.llm_engine.wake_up(["scheduling"])
             self._paused = False
 
     def _requeue(self, version: int) -> None:
         """Queue requests anew that have not begun: they would read what older weights have cached of their prompts."""
-        names = self.engine.output_processor.request_states
-        waiting = self.engine.engine_core.engine_core.scheduler.waiting
+        names = self.llm_engine.output_processor.request_states
+        waiting = self.llm_engine.engine_core.engine_core.scheduler.waiting
         # Those that were preempted have begun, and go on with what they have.
         not_begun = [names[its.request_id].external_req_id for its in waiting if its.status.name == "WAITING"]
-        self.engine.abort_request(not_begun)
+        self.llm_engine.abort_request(not_begun)
         for name in not_begun:
             self._submit(name, self._requests[name], version)
-
-    def call_processes(self, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
-        """Return what ``function`` returns in each of the processes that the engine has started."""
-        return call_processes(self.engine, function)
-
-    def cache_bytes(self) -> int | None:
-        """Return the size of the cache on each GPU, where vLLM measured it."""
-        return cache_bytes(self.engine)
-
-    def sleep(self) -> None:
-        """Move the weights to the host and forget the cache, while idle."""
-        sleep(self.engine, self.device)
-
-    def wake(self, weights_only: bool = False) -> None:
-        """Compute again as before :meth:`sleep`; ``weights_only``: without a cache, as far as new weights need."""
-        wake(self.engine, self.device, weights_only)
 
     def load_weights(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
         """Load the next bucket while idle or paused; with the last one forget every cached prefix."""
@@ -207,14 +180,6 @@ class VLLMSampler(InferenceEngine[SampleRequest, Sample]):
 
         assert self.weights is not None, "an engine whose weights change has their settings"
         vllm_backend.join(self.llm, self.weights, address, offset, world)
-
-    def has_lost_process(self) -> bool:
-        """Return whether a process of the engine's has died."""
-        return has_lost_process(self.engine)
-
-    def close(self) -> None:
-        """Free memory and end processes."""
-        self.engine.engine_core.shutdown()
 
 
 def _spans(versions: Sequence[Any] | None, n_prompt: int) -> tuple[VersionSpan, ...]:

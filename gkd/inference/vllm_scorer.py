@@ -27,18 +27,10 @@ from numpy.typing import NDArray
 
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed, describe_error, one_line
-from gkd.inference.engine import ENTRY_BYTES, EngineSpec, InferenceEngine
+from gkd.inference.engine import ENTRY_BYTES, EngineSpec
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
-from gkd.inference.vllm_lifecycle import (
-    VLLM_MEMORY,
-    Follower,
-    engine_arguments,
-    has_lost_process,
-    sleep,
-    start_llm,
-    wake,
-)
+from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
 from gkd.inference.vllm_logits import SetShape, Shape
 from gkd.inference.vllm_spans import find_span_rows, spans_argument
 from gkd.types import Int32, Target
@@ -92,7 +84,7 @@ def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | N
     return max(settings.max_num_seqs, 256, min(most, fitting))
 
 
-class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]):
+class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
     """Scores and continues token sequences.
 
     Requests of one temperature, vocabulary and K run together; others wait until those are done. The process'
@@ -100,8 +92,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
     ``settings.max_model_len`` is more than the model has, RunFailed when vLLM does not start on it.
     """
 
-    can_score = needs_vllm = tensor_parallel = quantizes = True
-    managed_memory = VLLM_MEMORY
+    can_score = quantizes = True
     result_bytes = RESULT_BYTES
 
     @classmethod
@@ -116,7 +107,7 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
         return min(tokens * a_token, max(ROW_BYTES, 256 * a_token))
 
     def __init__(self, spec: EngineSpec) -> None:
-        arguments, self._device = scoring_arguments(spec), spec.device
+        arguments, self.device = scoring_arguments(spec), spec.device
         try:
             self.llm_engine = start_llm(arguments, spec.device).llm_engine
         except Exception as error:
@@ -167,22 +158,6 @@ class VLLMScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]
                 yield key, _target(running.request, running.rows, whole)
             else:
                 yield key, np.asarray(output.outputs[0].token_ids, np.int32)
-
-    def sleep(self) -> None:
-        """Move the weights to the host, while idle."""
-        sleep(self.llm_engine, self._device)
-
-    def wake(self, weights_only: bool = False) -> None:
-        """Compute again as before :meth:`sleep`."""
-        wake(self.llm_engine, self._device, weights_only)
-
-    def has_lost_process(self) -> bool:
-        """Return whether a process of the engine's has died."""
-        return has_lost_process(self.llm_engine)
-
-    def close(self) -> None:
-        """Free memory and end processes."""
-        self.llm_engine.engine_core.shutdown()
 
     def _admit(self) -> Iterator[tuple[int, RequestRejected]]:
         """Hand to vLLM what may run now, in order, so that no temperature waits for ever."""

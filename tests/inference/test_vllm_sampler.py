@@ -29,7 +29,7 @@ def test_what_a_pass_under_way_finishes_is_answered_once() -> None:
         return []
 
     whole = SimpleNamespace(engine_core=core)
-    sampler.engine = SimpleNamespace(sleep=lambda **_: None, step=step, engine_core=whole)
+    sampler.llm_engine = SimpleNamespace(sleep=lambda **_: None, step=step, engine_core=whole)
 
     sampler.pause()
     assert sampler.forward_passes == 2 and sampler.step() == [(1, "one")]

@@ -143,8 +143,9 @@ def test_more_prompts_than_fit_into_one_step(pair) -> None:
 
 def test_vllm_makes_an_output_of_a_request_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for every running request at every step would be twice the work of the host."""
-    outputs, step = [], pair["vllm"].engine.step
-    monkeypatch.setattr(pair["vllm"].engine, "step", lambda: [outputs.append(output) or output for output in step()])
+    outputs, engine = [], pair["vllm"].llm_engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: [outputs.append(output) or output for output in step()])
     sample_requests = requests(Sampling(10))
     assert len(run(pair["vllm"], sample_requests)) == len(outputs) == len(sample_requests)
 
@@ -181,7 +182,7 @@ def test_an_engine_holds_what_was_planned(pair) -> None:
     planned = pool_memory(planned_for, "rollout", planned_for.config.rollout)
     # Not of the engine's parameters: on a CPU vLLM packs the layers' matrices away from them.
     weights = sum(tensor.nbytes for tensor in load_file(f"{pair['path']}/model.safetensors").values())
-    config = pair["vllm"].engine.vllm_config
+    config = pair["vllm"].llm_engine.vllm_config
     tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
     assert planned.items["weights"] == pytest.approx(weights, rel=0.15)
     assert planned.items["key-value cache"] == pytest.approx(

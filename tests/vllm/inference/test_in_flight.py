@@ -42,7 +42,7 @@ def sampled_across(engine: Any, tensors: Mapping[str, Tensor], version: int) -> 
     queued = requests(Sampling(LENGTH), 2)
     for key, request in enumerate(queued, QUEUED):
         engine.add(key, request)
-    core = engine.engine.engine_core.engine_core
+    core = engine.llm_engine.engine_core.engine_core
     assert core.batch_queue is not None or not AS_ON_GPUS
     assert core.batch_queue is None or len(core.batch_queue) == 1  # a pass is under way
     engine.pause()

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from gkd.data.model_info import ModelInfo
 from gkd.errors import RemoteError, describe_error
 from gkd.inference import vllm_sampler
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_lifecycle import Follower, call_processes, start_llm
+from gkd.inference.vllm_lifecycle import Follower, start_llm
 from gkd.weights import vllm_plugin
 from tests.vllm.conftest import VLLM_LENGTH, VLLM_VOCABULARY
 
@@ -44,7 +45,9 @@ def main(whole: str, broken: str) -> None:
         except RemoteError as error:
             print(f"failure: {describe_error(error)}", flush=True)
         else:
-            print(f"process: {call_processes(llm.llm_engine, os.getpid)[0]}", flush=True)
+            engine: Any = object.__new__(vllm_sampler.VLLMSampler)
+            engine.llm_engine = llm.llm_engine
+            print(f"process: {engine.call_processes(os.getpid)[0]}", flush=True)
             signal.pause()
 
 
