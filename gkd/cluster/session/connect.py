@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from gkd.cluster.session.shutdown import (
     ignore_signals,
     keep_exit_code,
     keep_sigterm_handler,
+    replace_attributes,
     run_within,
     shield_children_from_hangups,
 )
@@ -279,19 +281,9 @@ def start_needed_servers_only() -> Iterator[None]:
     def skip_dashboard(node: Any, **_: Any) -> None:
         node._webui_url = ""
 
-    replaced = {
-        "start_api_server": skip_dashboard,
-        "start_monitor": lambda _: None,
-        "start_log_monitor": lambda _: None,
-    }
-    originals = {name: getattr(RayNode, name) for name in replaced}
-    try:
-        for name, function in replaced.items():
-            setattr(RayNode, name, function)
+    others = dict.fromkeys(("start_monitor", "start_log_monitor"), lambda _: None)
+    with replace_attributes(RayNode, start_api_server=skip_dashboard, **others):
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(RayNode, name, function)
 
 
 def _new_directory() -> str:
@@ -365,17 +357,8 @@ def start_servers_in_own_groups() -> Iterator[None]:
 
     ``timeout`` and a shell's ``kill %1`` send SIGTERM to the whole group, and a run needs Ray for its last checkpoint.
     """
-    original = services.ConsolePopen
-
-    class OwnGroup(original):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, process_group=0, **options)
-
-    services.ConsolePopen = OwnGroup
-    try:
+    with replace_attributes(services, ConsolePopen=partial(services.ConsolePopen, process_group=0)):
         yield
-    finally:
-        services.ConsolePopen = original
 
 
 @contextlib.contextmanager

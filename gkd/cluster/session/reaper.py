@@ -208,10 +208,10 @@ def clear(base: str, prefix: str) -> list[str]:
     return removed
 
 
-def watch(directory: str) -> "subprocess.Popen[bytes]":
-    """Start a process that ends those of ``directory`` when this one is gone; :func:`dismiss` sends it away."""
+def watch(watched: str) -> "subprocess.Popen[bytes]":
+    """Start this file as a program for a directory, from which :func:`dismiss` sends it away, or for a process."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, directory],
+        [sys.executable, "-I", "-S", __file__, watched],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -234,13 +234,7 @@ def watch_family() -> None:
     """
     if _watched:
         return
-    starting = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    starting = watch(str(os.getpid()))
     with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine: it is as good a little later
         starting.wait(GIVE_UP_S)  # its own child goes on
     _watched.append(starting)

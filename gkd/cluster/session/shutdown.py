@@ -91,7 +91,7 @@ def keep_sigterm_handler() -> Iterator[None]:
         return
     from ray._private import utils, worker  # there is no public way
 
-    connect, set_handler = worker.connect, utils.set_sigterm_handler
+    connect = worker.connect
 
     def connect_undisturbed(*args: Any, **kwargs: Any) -> Any:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -101,11 +101,22 @@ def keep_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, own)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    worker.connect, utils.set_sigterm_handler = connect_undisturbed, lambda handler: None
+    own_handler = replace_attributes(utils, set_sigterm_handler=lambda handler: None)
+    with replace_attributes(worker, connect=connect_undisturbed), own_handler:
+        yield
+
+
+@contextlib.contextmanager
+def replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Have a module or class of Ray's do otherwise within the block, for what it has no settings for."""
+    originals = {name: getattr(owner, name) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
         yield
     finally:
-        worker.connect, utils.set_sigterm_handler = connect, set_handler
+        for name, value in originals.items():
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
