@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import re
 import select
@@ -128,6 +129,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the program, as argparse asks for."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def read_number(what: str, least: int = 0, most: float = math.inf) -> Callable[[str], int]:
+    """Return a ``type`` for arguments: whole numbers from ``least`` to ``most``, which are called ``what``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return int(text)
+
+    return read
 
 
 def catch_errors(call: Callable[[], int]) -> int:

@@ -7,11 +7,10 @@ data.val_sets. Exit codes: 0 there is something to train on; 2 there is not, or 
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
 
-from gkd.errors import Parser, end_with_reader, entry_point  # imports nothing that may be missing
+from gkd.errors import Parser, end_with_reader, entry_point, read_number  # imports nothing that may be missing
 
 log = logging.getLogger("gkd")
 
@@ -20,7 +19,8 @@ log = logging.getLogger("gkd")
 def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     parser = Parser("gkd data", description=__doc__)
-    parser.add_argument("--rows", type=_n_rows, default=3, metavar="N", help="prompts of each file that are printed")
+    rows = read_number("a number of rows")
+    parser.add_argument("--rows", type=rows, default=3, metavar="N", help="prompts of each file that are printed")
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
     from gkd.config.compose import compose_run
@@ -38,9 +38,3 @@ def main(arguments: Sequence[str]) -> int:
     if seen.error is not None:
         raise seen.error
     return 0
-
-
-def _n_rows(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a number of rows")
-    return int(text)

@@ -7,7 +7,6 @@ cannot be planned.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, end_with_reader, entry_point  # imports nothing that may be missing
+from gkd.errors import ConfigError, Parser, end_with_reader, entry_point, read_number  # nothing that may be missing
 
 if TYPE_CHECKING:
     from gkd.config import Config
@@ -39,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         metavar="RUN_DIR",
         help="take timings from an earlier run's timeline.json and metrics.jsonl",
     )
-    parser.add_argument("--best", type=_n_gpus, metavar="N", help="the three best splits of N GPUs")
+    gpus = read_number(f"a number of GPUs from 1 to {MOST_GPUS}", 1, MOST_GPUS)
+    parser.add_argument("--best", type=gpus, metavar="N", help="the three best splits of N GPUs")
     parser.add_argument("--by-memory", action="store_true", help="what the actor needs changed on GPUs of other sizes")
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
@@ -76,12 +76,6 @@ def make(
         factors = factors_of(run, layout)
         layout = replace(layout, config=factors.lengths(config))
     return plan(layout, factors, best, by_memory)
-
-
-def _n_gpus(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs from 1 to {MOST_GPUS}")
-    return int(text)
 
 
 def _compose(overrides: Sequence[str]) -> Config:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, RunFailed, entry_point
+from gkd.errors import ConfigError, Parser, RunFailed, entry_point, read_number
 
 if TYPE_CHECKING:
     from gkd.cluster.session import local
@@ -65,28 +65,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "./launch/ray_cluster.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    port, count = read_number("a port from 1 to 65535", 1, 65535), read_number("a number from 1", 1)
     commands = parser.add_subparsers(dest="command", required=True, metavar="head|worker|wait|stop")
     head, worker = commands.add_parser("head"), commands.add_parser("worker")
     commands.add_parser("stop")
     wait = commands.add_parser("wait")
     for command in (head, worker):
         command.add_argument(
-            "--simulate-gpus", type=_count, metavar="N", help="let Ray hand out N GPUs that are not there"
+            "--simulate-gpus", type=count, metavar="N", help="let Ray hand out N GPUs that are not there"
         )
-        command.add_argument(
-            "--num-cpus", type=_count, metavar="N", help="CPUs Ray hands out; all of them unless given"
-        )
+        command.add_argument("--num-cpus", type=count, metavar="N", help="CPUs Ray hands out; all of them unless given")
         command.add_argument("--node-ip-address", metavar="IP", help="this machine's address, if it has several")
         command.add_argument("--block", action="store_true", help="stay in the foreground until a signal ends the node")
-    head.add_argument("--port", type=_port, metavar="PORT", help=f"where nodes join ({PORT})")
-    head.add_argument("--dashboard-port", type=_port, metavar="PORT", help=f"for jobs ({DASHBOARD_PORT})")
+    head.add_argument("--port", type=port, metavar="PORT", help=f"where nodes join ({PORT})")
+    head.add_argument("--dashboard-port", type=port, metavar="PORT", help=f"for jobs ({DASHBOARD_PORT})")
     head.add_argument(
         "--dashboard-host", default="127.0.0.1", help="0.0.0.0 lets other machines submit (127.0.0.1: this one only)"
     )
     for command in (worker, wait):
         command.add_argument("--address", required=True, metavar="HOST:PORT", help="the head, as `head` printed it")
     worker.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds the head may take to answer (0)")
-    wait.add_argument("--nodes", type=_count, required=True, metavar="N", help="how many the cluster is to have")
+    wait.add_argument("--nodes", type=count, required=True, metavar="N", help="how many the cluster is to have")
     wait.add_argument("--timeout", type=float, default=START_TIMEOUT_S, metavar="S", help="seconds they have to come")
     return parser
 
@@ -345,18 +344,6 @@ def _require_free(port: int, option: str) -> None:
 
     if not is_free(port):
         raise ConfigError(f"port {port} is taken by another program: choose another with {option}")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
-    return int(text)
 
 
 def _port_of(address: str) -> int:
