@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gkd.inference.decoding import pad
 from gkd.inference.engine import EngineSpec, ModuleEngine
-from gkd.inference.requests import Limits, RateRequest
+from gkd.inference.requests import RateRequest
 from gkd.types import Int32
 
 
@@ -26,15 +27,7 @@ class Classifier(ModuleEngine[RateRequest, float]):
         model.config.get_text_config().use_cache = False  # of keys and values: nothing is generated
         self.model, self.device = model.to(spec.device).eval(), spec.device
         longest, positions = spec.settings.max_model_len, spec.model.positions
-        self.limits = Limits(
-            scorer=spec.name,
-            model=spec.model_path,
-            vocabulary=spec.model.vocabulary,
-            max_top_k=0,
-            max_length=longest if positions is None else min(longest, positions),
-            capacity=spec.settings.max_num_seqs,
-            rates=True,
-        )
+        self.limits = spec.limits(longest if positions is None else min(longest, positions), rates=True)
         self._waiting: deque[tuple[int, RateRequest]] = deque()
 
     def add(self, key: int, request: RateRequest) -> None:
@@ -59,12 +52,7 @@ class Classifier(ModuleEngine[RateRequest, float]):
         padding = self._padding_id(sequences)
         if padding is None and len(sequences) > 1:
             return [value for sequence in sequences for value in self.rate([sequence])]
-        longest = max(map(len, sequences))
-        ids = torch.full((len(sequences), longest), padding or 0)
-        mask = torch.zeros_like(ids)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.from_numpy(sequence.astype(np.int64))
-            mask[row, : len(sequence)] = 1
+        ids, mask = pad(sequences, padding or 0, "right")
         # The model finds the last token of each row by the id that pads, so that must be nobody's last token.
         self.model.config.get_text_config().pad_token_id = self.model.config.pad_token_id = padding
         with torch.inference_mode():

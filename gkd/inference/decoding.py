@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gkd.modeling.architecture import can_pack
+from gkd.types import Int32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,16 @@ def _find_cache_argument(model: PreTrainedModel) -> str | None:
     """Return the name by which ``model`` takes its keys and values, None where it takes none."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in _CACHES if name in taken), None)
+
+
+def pad(rows: Sequence[Int32], padding: int, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+    """Return the token ids ``rows`` as one tensor [B, P], and a mask of its shape that is 0 where it is padded."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    masks = [torch.ones_like(row) for row in ids]
+    return pad_sequence(ids, True, padding, side), pad_sequence(masks, True, 0, side)
 
 
 def decode(

@@ -106,6 +106,11 @@ class EngineSpec:
                 f"{self.section}.max_model_len={longest}: the {self.name} has {self.model.positions} positions"
             )
 
+    def limits(self, max_length: int, *, rates: bool = False) -> Limits:
+        """Return those of an engine that scores, or ``rates``, sequences of up to ``max_length`` tokens."""
+        rows, top_k = self.model.vocabulary, 0 if rates else self.settings.max_top_k
+        return Limits(self.name, self.model_path, rows, min(top_k, rows), max_length, self.settings.max_num_seqs, rates)
+
 
 @dataclass(frozen=True, slots=True)
 class ManagedMemory:

@@ -11,7 +11,7 @@ import numpy as np
 from gkd.config.device import EngineLoad
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
-from gkd.inference.decoding import decode, is_decoded_plainly
+from gkd.inference.decoding import decode, is_decoded_plainly, pad
 from gkd.inference.engine import FLOAT_BYTES, EngineSpec, ModuleEngine
 from gkd.modeling.architecture import exact_attention
 from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
@@ -171,13 +171,9 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         import torch
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
-        prompts = [torch.from_numpy(r.prompt.token_ids.astype(np.int64)) for _, r in chosen]
-        longest = max(len(p) for p in prompts)
-        ids = torch.full((len(prompts), longest), self.eos_ids[0] if self.eos_ids else 0)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padding on the left: generation goes on at the right
-            ids[row, longest - len(prompt) :] = prompt
-            mask[row, longest - len(prompt) :] = 1
+        end = self.eos_ids[0] if self.eos_ids else 0
+        ids, mask = pad([r.prompt.token_ids for _, r in chosen], end, "left")  # generation goes on at the right
+        longest = ids.shape[1]
         draw = _Draw(sampling, [request.seed for _, request in chosen], self.info.n_tokens, longest, self._count)
         stops = _Stops(self.tokenizer, sampling.stop, longest) if sampling.stop else None
         ids, mask = ids.to(self.device), mask.to(self.device)
@@ -192,7 +188,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
                 logits_processor=LogitsProcessorList([draw]),
                 stopping_criteria=None if stops is None else StoppingCriteriaList([stops]),
                 eos_token_id=self.eos_ids or None,
-                pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
+                pad_token_id=end,
             )[:, longest:]
         new = responses.cpu().numpy().astype(np.int32)  # [B, T]
         logprobs = torch.stack(draw.logprobs, 1).cpu().numpy()  # [B, T]

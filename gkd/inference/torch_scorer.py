@@ -17,8 +17,9 @@ import numpy as np
 
 from gkd.config.device import EngineLoad
 from gkd.errors import ConfigError, RunFailed, describe_error
+from gkd.inference.decoding import pad
 from gkd.inference.engine import FLOAT_BYTES, RESULT_ENTRY_BYTES, EngineSpec, ModuleEngine
-from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
+from gkd.inference.requests import GenerateRequest, RequestRejected, ScoreRequest
 from gkd.types import Int32, Target
 
 if TYPE_CHECKING:
@@ -94,14 +95,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         self._is_packed = is_packed(self.model)
         self._head = Head(self.model)
         self._sums = _compile(self.model, spec)
-        self.limits = Limits(
-            scorer=spec.name,
-            model=spec.model_path,
-            vocabulary=spec.model.vocabulary,
-            max_top_k=min(spec.settings.max_top_k, spec.model.vocabulary),
-            max_length=spec.settings.max_model_len or spec.model.positions or UNBOUNDED_LENGTH,
-            capacity=spec.settings.max_num_seqs,
-        )
+        self.limits = spec.limits(spec.settings.max_model_len or spec.model.positions or UNBOUNDED_LENGTH)
         self._waiting: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         self._overlaps, self._flying = spec.device == "cuda", _Pass()
 
@@ -260,13 +254,8 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
         from gkd.modeling.backbone import use_padded_rows
 
-        prompts = [request.prompt_ids for _, request in chosen]
-        longest, end = max(map(len, prompts)), self._stop_ids[0] if self._stop_ids else 0
-        ids = torch.full((len(prompts), longest), end)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-            mask[row, longest - len(prompt) :] = 1
+        end = self._stop_ids[0] if self._stop_ids else 0
+        ids, mask = pad([request.prompt_ids for _, request in chosen], end, "left")
         # Decoding has another shape at every token.
         with torch.inference_mode(), use_padded_rows(self.model), self._compiling(allowed=False):
             sequences = self.model.generate(
@@ -277,7 +266,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
                 eos_token_id=self._stop_ids or None,
                 pad_token_id=end,
             )
-        new: Int32 = sequences[:, longest:].cpu().numpy().astype(np.int32)
+        new: Int32 = sequences[:, ids.shape[1] :].cpu().numpy().astype(np.int32)
         for (key, request), row in zip(chosen, new, strict=True):
             ends = np.flatnonzero(np.isin(row, self._stop_ids))
             yield key, row[: min(request.max_tokens, int(ends[0]) + 1 if len(ends) else len(row))]

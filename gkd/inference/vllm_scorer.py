@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gkd.config.device import GIB, Device
 from gkd.errors import RunFailed, describe_error, one_line
 from gkd.inference.engine import ENTRY_BYTES, EngineSpec
-from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
+from gkd.inference.requests import GenerateRequest, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
 from gkd.inference.vllm_logits import SetShape, Shape
@@ -117,14 +117,7 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             raise RunFailed(f"{failure}: {describe_error(error)}") from error
         self.llm_engine.collective_rpc(tails_instead_of_ranks)
         self._stop_ids = spec.model.eos_ids
-        self.limits = Limits(
-            scorer=spec.name,
-            model=spec.model_path,
-            vocabulary=spec.model.vocabulary,
-            max_top_k=min(spec.settings.max_top_k, spec.model.vocabulary),
-            max_length=self.llm_engine.model_config.max_model_len - 1,
-            capacity=spec.settings.max_num_seqs,
-        )
+        self.limits = spec.limits(self.llm_engine.model_config.max_model_len - 1)
         self._shape, self._top_k = Shape(), 0
         self._waiting: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         self._running: dict[int, _RunningRequest] = {}
