@@ -96,8 +96,8 @@ def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatc
     detailed = {s["step"] for s in samples if "tokens" in s}
     assert 100 in detailed and len(detailed) == 5  # of 16 tokens each
     tokens = next(s["tokens"] for s in samples if s["step"] == 100)
-    assert [texts.list_all()[number] for number in tokens["t"]] == ["t0", "t1", "t2", "t3"]
-    assert tokens["h"][:3] == [-0.5, None, -2.5] and texts.list_all()[tokens["k"][0][1][0]] == "t"
+    assert [list(texts)[number] for number in tokens["t"]] == ["t0", "t1", "t2", "t3"]
+    assert tokens["h"][:3] == [-0.5, None, -2.5] and list(texts)[tokens["k"][0][1][0]] == "t"
     assert read_samples(tmp_path / "missing.jsonl", texts) == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.cluster.gpu import are_simulated
-from gkd.config import Config, load
+from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.config.device import GB
 from gkd.config.loading import read_yaml
@@ -44,7 +44,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
     """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
     tree, all_rows = read_yaml(files.path / CONFIG), files.rows
     rows, events = thin_out(all_rows), [event for event in files.events if event["kind"] != "validation"]
-    config, summary = _config(tree), files.summary()
+    config, summary = files.read_config(), files.summary()
     return {
         "name": files.path.absolute().name,
         "path": str(files.path.absolute()),
@@ -105,14 +105,6 @@ def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
             elif stderr is not None:
                 bounds.setdefault(name, {})[when] = (value - Z_95 * stderr, value + Z_95 * stderr)
     return bounds
-
-
-def _config(tree: Mapping[str, Any]) -> Config | None:
-    """Return the run's settings, None where this version of gkd does not accept them any more."""
-    try:
-        return load(tree)
-    except ConfigError:
-        return None
 
 
 def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:

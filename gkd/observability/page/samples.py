@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,11 @@ _KEPT = ("step", "answer", "finish_reason", "version", "prompt_id", "index", "le
 _MEANS = ("logprob_mean", "teacher_logprob_mean")
 
 
-@dataclass
-class Texts:
-    """Texts of tokens, each once; samples have their numbers."""
+class Texts(dict[str, int]):
+    """Texts of tokens, each once and at its number, which samples have; one that is asked for is added."""
 
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def number_of(self, text: str) -> int:
-        """Return the number of a text."""
-        return self.numbers.setdefault(text, len(self.numbers))
-
-    def list_all(self) -> list[str]:
-        """Return all texts, each at its number."""
-        return list(self.numbers)
+    def __missing__(self, text: str) -> int:
+        return self.setdefault(text, len(self))
 
 
 def read_samples(file: Path, texts: Texts, share: int = 1) -> list[dict[str, Any]]:
@@ -116,9 +107,9 @@ def _sample(row: Mapping[str, Any], texts: Texts, detailed: bool) -> dict[str, A
     sample |= {name: _cut(str(row[name])) for name in ("prompt", "response")}
     tokens = row.get("tokens") if detailed else None
     if tokens:
-        columns: dict[str, Any] = {"t": [texts.number_of(text) for text in tokens["text"]]}
+        columns: dict[str, Any] = {"t": [texts[text] for text in tokens["text"]]}
         columns |= {short: tokens[name] for short, name in (("s", "student"), ("h", "teacher")) if name in tokens}
         if "top" in tokens:
-            columns["k"] = [[[texts.number_of(text), p] for text, p in position] for position in tokens["top"]]
+            columns["k"] = [[[texts[text], p] for text, p in position] for position in tokens["top"]]
         sample["tokens"] = columns
     return sample

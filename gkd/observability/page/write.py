@@ -44,7 +44,7 @@ def page(runs: Sequence[RunFiles], refresh_s: float | None = None) -> str:
     _name_apart(described)
     notes = [f"steps are thinned to {MAX_ROWS:,}"] if any(run["thinned"] for run in described) else []
     notes += [f"of its events each run has the newest {MAX_EVENTS:,}"] if any(run["cut"] for run in described) else []
-    data = {"written": time.time(), "notes": notes, "texts": texts.list_all(), "runs": described}
+    data = {"written": time.time(), "notes": notes, "texts": list(texts), "runs": described}
     parts = {
         "REFRESH": "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s:g}">',
         "TITLE": html.escape(", ".join(run["name"] for run in described)),
