@@ -56,15 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     exit_on_signals()
     options = _parse(arguments)
     from gkd.cluster.session.connect import connect
-    from gkd.cluster.workers.placement import PlacementFault, lay_out, place
+    from gkd.cluster.workers.placement import lay_out, place
     from gkd.config.compose import compose
 
     simulate = [] if options.simulate_gpus is None else [f"cluster.simulate_gpus={options.simulate_gpus}"]
     config = compose([*options.overrides, *simulate])
     with connect(config) as session:
-        try:
-            _show(place(lay_out(config), session), options.json)
-        except PlacementFault as fault:
-            _show(fault.placement, options.json)
-            raise
+        place(lay_out(config), session, show=lambda placement, _: _show(placement, options.json))
     return 0

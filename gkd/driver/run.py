@@ -14,7 +14,7 @@ from rich.console import Console
 from gkd.cluster.health.queues import QueueFile
 from gkd.cluster.layout.assignment import print_table
 from gkd.cluster.session.connect import Session
-from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, place
+from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
@@ -263,15 +263,12 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) 
 
 def _place_and_show(config: Config, session: Session, output: Path) -> Placement:
     """Place the groups; the table is shown and placement.json written also when the check fails."""
-    try:
-        placement = place(config, session, nodes_come=restarts() > 0)
-    except PlacementFault as fault:
-        print_table(fault.placement.reports)
-        fault.placement.write_json(output / PLACEMENT)
-        raise
-    print_table(placement.reports, narrow=True)
-    placement.write_json(output / PLACEMENT)
-    return placement
+
+    def show(placement: Placement, is_right: bool) -> None:
+        print_table(placement.reports, narrow=is_right)
+        placement.write_json(output / PLACEMENT)
+
+    return place(config, session, nodes_come=restarts() > 0, show=show)
 
 
 def _with_offload(config: Config, placement: Placement) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import groupby
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gkd.cluster.layout.assignment import print_table
 from gkd.cluster.session.connect import Session, connect
-from gkd.cluster.workers.placement import Placement, PlacementFault, lay_out, place
+from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config
 from gkd.config.device import installed_device
@@ -133,23 +133,13 @@ class _EvaluationEngines:
             self._placement.restart("rollout")
         else:
             self._session.release(list(self._session.workers), list(self._session.placement_groups))
-            self._placement = _place(lambda: place(lay_out(config), self._session))
+            config_on_nodes = lay_out(config)
+            self._placement = place(config_on_nodes, self._session, show=lambda placed, _: print_table(placed.reports))
         self._config = config
         n, tp = config.rollout.n_engines, config.rollout.tensor_parallel_size
         over = f" over {tp} GPUs each" if tp > 1 else ""
         self._out.print(f"loading {model.name}" + (f" into {n} engine{'s' * (n > 1)}{over}" if n * tp > 1 else ""))
         return EngineReplies(config, model, start_engines(config, self._placement, model, max_length), max_length)
-
-
-def _place(place_now: Callable[[], Placement]) -> Placement:
-    """Place the engines; the table is shown also when the check fails."""
-    try:
-        placement = place_now()
-    except PlacementFault as fault:
-        print_table(fault.placement.reports)
-        raise
-    print_table(placement.reports)
-    return placement
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -111,14 +111,6 @@ class Placement:
         durable.replace(path, (json.dumps([report.to_json() for report in self.reports], indent=1) + "\n").encode())
 
 
-class PlacementFault(RunFailed):
-    """Workers have other GPUs than they should; ``placement`` is what they have."""
-
-    def __init__(self, wrong: list[str], placement: Placement) -> None:
-        super().__init__(f"GPU assignment is wrong: {'; '.join(wrong)}")
-        self.placement = placement
-
-
 def lay_out(config: Config) -> Config:
     """Return ``config`` as :func:`gkd.cluster.layout.fit.share_gpus` has it on the nodes of Ray; log it."""
     counted = has_counted_ranges(config)
@@ -136,11 +128,14 @@ def lay_out(config: Config) -> Config:
     return changed
 
 
-def place(config: Config, session: Session, nodes_come: bool = False) -> Placement:
+def place(
+    config: Config, session: Session, nodes_come: bool = False, show: Callable[[Placement, bool], None] | None = None
+) -> Placement:
     """Reserve every pool, start its workers, and check that each has the right GPU, before any model loads.
 
-    Raises ConfigError for a layout that fits nowhere, unless further ``nodes_come``, in place of one that left;
-    RunFailed when it does not get free in time or a worker does not start, PlacementFault when the check fails.
+    ``show`` is given what the workers have, and whether that is right, before the check fails. Raises ConfigError for a
+    layout that fits nowhere, unless further ``nodes_come``, in place of one that left; RunFailed when it does not get
+    free in time, a worker does not start, or the check fails.
     """
     claims, names = reserve(session, group_requests(config), config.cluster, nodes_come)
     groups = {group: _group(group, claims[group], names, session) for group in config.groups()}
@@ -148,11 +143,13 @@ def place(config: Config, session: Session, nodes_come: bool = False) -> Placeme
     exact = frozenset(group for group, indices in ranges.items() if indices is not None)
     placement = Placement(groups, claims, names, session, config.cluster, exact)
     wrong = faults(placement.reports, ranges, config.may_share())
-    if wrong:
-        raise PlacementFault(wrong, placement)
-    _require_whole_gpus(config, placement.reports)
-    for line in describe_use(placement.reports):
+    for line in [] if wrong else describe_use(placement.reports):
         log.warning(line)
+    if show is not None:
+        show(placement, not wrong)
+    if wrong:
+        raise RunFailed(f"GPU assignment is wrong: {'; '.join(wrong)}")
+    _require_whole_gpus(config, placement.reports)
     return placement
 
 

@@ -10,7 +10,7 @@ import pytest
 from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, describe_use, faults, print_table
 from gkd.cluster.workers import placement as placement_module
 from gkd.cluster.workers.group import Group
-from gkd.cluster.workers.placement import Placement, PlacementFault
+from gkd.cluster.workers.placement import Placement, place
 from gkd.cluster.workers.reserve import Claim
 from gkd.errors import RunFailed
 from tests.error_text import contains_in_order
@@ -143,8 +143,14 @@ def test_the_file_has_the_processes_of_workers_that_were_started_again(tmp_path,
     assert written() == [("actor", 8), ("actor", 9)]
 
 
-def test_a_fault_is_one_line_with_everything_in_it():
-    assert str(PlacementFault(["a", "b"], Placement({}))).endswith(": a; b")
+def test_a_fault_is_one_line_with_everything_in_it_after_what_there_is_was_shown(monkeypatch):
+    shown = []
+    for name, made in (("reserve", ({}, {})), ("group_requests", []), ("faults", ["a", "b"])):
+        monkeypatch.setattr(placement_module, name, lambda *_, made=made: made)
+    config = SimpleNamespace(cluster=None, groups=dict, may_share=dict)
+    with pytest.raises(RunFailed, match=r": a; b$"):
+        place(config, SimpleNamespace(), show=lambda _, is_right: shown.append(is_right))
+    assert shown == [False]
 
 
 def test_a_node_that_comes_back_under_another_name_has_the_gpus_that_it_had(monkeypatch):
