@@ -68,16 +68,18 @@ def show(rows: Sequence[Comparison], out: Console) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("set", "model", rows[0].score, "difference", "p", "p (Holm)", "needed"):
+    for heading in ("set", "model", "questions", rows[0].score, "difference", "p", "p (Holm)", "needed"):
         table.add_column(heading, justify="left" if heading in ("set", "model") else "right", no_wrap=True)
-    shown = set()
+    shown = None
     for row in rows:
-        if (row.set, row.first) not in shown:
-            table.add_row(row.set, row.first, f"{row.values[0]:z.3f}", "", "", "", "")
-            shown.add((row.set, row.first))
+        n = f"{row.paired.n:,}"
+        baseline = row.set, row.first, n, f"{row.values[0]:z.3f}"
+        if baseline != shown:  # by the questions in common with the model below, which may be others for the next one
+            table.add_row(*baseline, "", "", "", "")
+            shown = baseline
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
         p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
-        table.add_row(row.set, row.second, f"{row.values[1]:z.3f}", _format_difference(row), p, corrected, needed)
+        table.add_row(row.set, row.second, n, f"{row.values[1]:z.3f}", _format_difference(row), p, corrected, needed)
     out.print(table)
     for row in rows:
         out.print(_verdict(row))

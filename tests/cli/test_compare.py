@@ -42,6 +42,24 @@ def test_a_better_model_is_found_on_the_questions_that_both_answered(
     assert row["paired"]["difference"]["value"] == 0.75
 
 
+def test_a_baseline_has_its_score_on_the_questions_in_common_with_each_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write(tmp_path, "base", [0.0] * 4 + [1.0] * 16)
+    quick, full = write(tmp_path, "quick", [1.0] * 4), write(tmp_path, "full", [0.0] * 2 + [1.0] * 18)
+    other = write(tmp_path, "other", [0.0] * 4 + [1.0] * 16)
+    assert main([str(file) for file in (base, quick, full, other)]) == 0
+    table = capsys.readouterr().out.splitlines()[:6]
+    assert [line.split()[1:4] for line in table] == [
+        ["model", "questions", "accuracy"],
+        ["base", "4", "0.000"],
+        ["quick", "4", "1.000"],
+        ["base", "20", "0.800"],
+        ["full", "20", "0.900"],
+        ["other", "20", "0.800"],
+    ]
+
+
 def test_p_values_are_corrected_for_the_number_of_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for one in ("sums", "products"):
         write(tmp_path, "base", [0.0] * 6, one)
