@@ -171,7 +171,8 @@ def progress_line(run: RunFiles) -> str:
     last = run.last_metrics
     step = int(last.get("step", 0))
     if run.is_finished:
-        return f"{run.path}: finished, {step} step{'s' * (step != 1)}"
+        goes_on = "" if run.has_ended else "; starting again, or writing its last files"
+        return f"{run.path}: finished, {step} step{'s' * (step != 1)}{goes_on}"
     if (failure := run.failure) is not None:
         return f"{run.path}: step {step}/{run.total_steps}  {failure}"
     if run.was_killed:

@@ -83,9 +83,14 @@ class RunFiles:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the run has finished, was killed, or has failed and has had time to begin again by itself."""
-        if self.is_finished or self.failure is None:
-            return self.is_finished or self.was_killed
+        """Return whether the run was killed, or has finished or failed and does not begin again.
+
+        One that has finished still writes, or begins again, while somebody holds the directory.
+        """
+        if self.is_finished:
+            return not self._is_held()
+        if self.failure is None:
+            return self.was_killed
         return time.time() - self.events[-1]["time"] > AGAIN_S and not self._is_held()
 
     @property

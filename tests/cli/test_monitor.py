@@ -253,6 +253,16 @@ def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.Captur
     assert not run.has_ended
 
 
+def test_a_finished_run_that_begins_again_is_waited_for(run: RunFiles) -> None:
+    """Its summary is there until its models are loaded."""
+    (run.path / "summary.json").write_text("{}")
+    with claimed(run.path):
+        held = run.has_ended, progress_line(run)
+    free = run.has_ended, progress_line(run)
+    assert not held[0] and re.search(r"finished, 1 step; starting again\b", held[1])
+    assert free[0] and free[1].endswith("finished, 1 step")
+
+
 def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
     """It says nothing itself: its workers on this machine are gone, and nothing is written."""
     gone = 2**22 + 1  # more than Linux numbers processes
