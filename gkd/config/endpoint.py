@@ -35,8 +35,7 @@ class OpenAIEndpoint(Settings):
     @property
     def public_url(self) -> str:
         """The URL without a user and a query, which may hold secrets."""
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        return hide_secrets(self.url)
 
     def key(self) -> str:
         """Return the key in this process' environment; empty where there is none."""
@@ -63,6 +62,11 @@ class OpenAIEndpoint(Settings):
             "timeout": None,
             "max_retries": 0,
         }
+
+
+def hide_secrets(text: str) -> str:
+    """Return a URL without a user, a query and a fragment, which may hold secrets; any other text as it is."""
+    return re.sub(r"\A(\s*[A-Za-z][\w+.-]*://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", text, flags=re.DOTALL)
 
 
 def _is_url(url: str) -> bool:

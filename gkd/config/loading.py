@@ -19,6 +19,7 @@ from gkd.config.base import Settings, escape, sections_below, user_path
 from gkd.config.checks import require_together
 from gkd.config.describe import describe_all
 from gkd.config.doubts import rates
+from gkd.config.endpoint import hide_secrets
 from gkd.config.hints import hint
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.rewards import find_set_functions
@@ -55,6 +56,19 @@ def names_file(argument: str) -> bool:
 def dump_yaml(config: Config) -> str:
     """Return a configuration as a file holds it, of which :func:`read_yaml` gives the same values."""
     return str(OmegaConf.to_yaml(OmegaConf.create(escape(config.model_dump()))))
+
+
+def dump_public(config: Config) -> dict[str, Any]:
+    """Return a configuration as a tree of JSON's values for others to see: :func:`hide_secrets` of every text."""
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: hide(below) for name, below in value.items()}
+        if isinstance(value, list):
+            return [hide(below) for below in value]
+        return hide_secrets(value) if isinstance(value, str) else value
+
+    return {name: hide(section) for name, section in config.model_dump(mode="json").items()}
 
 
 @cache

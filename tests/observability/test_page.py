@@ -16,6 +16,7 @@ from rich.console import Console
 
 from gkd.cli.report import main
 from gkd.config.compose import compose
+from gkd.config.loading import dump_public
 from gkd.errors import ConfigError
 from gkd.observability.metrics import wilson_interval
 from gkd.observability.page import samples as chosen
@@ -130,6 +131,16 @@ def test_what_differs_from_the_recipe() -> None:
     assert list_differences(compose(["+recipe=grpo", "rollout.kv_cache_gb=3"])) == []  # of a run: what was planned
     assert list_differences(recipe) == []
     assert list_differences(recipe.model_copy(update={"recipe": "mine"})) is None
+
+
+def test_a_url_is_shown_without_what_may_be_secret() -> None:
+    """Nor is it in what trackers are given; a text that is no URL is as it is."""
+    secret = "https://bob:hunter 2@h.example:8000/v1?api-key=KEY123"
+    judged = ["reward.functions=[judge]", f"reward.judge.url='{secret}'", "reward.judge.model=m?a@b"]
+    config = compose(["+recipe=grpo", *judged])
+    shown = {name: here for name, _, here in list_differences(config) or ()}
+    assert (shown["reward.judge.url"], shown["reward.judge.model"]) == ("https://h.example:8000/v1", "m?a@b")
+    assert not re.search("bob|hunter|KEY123", json.dumps(dump_public(config)))
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "on_policy_distill", "sft", "distill_and_reward", "gspo"])

@@ -11,7 +11,7 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config
 from gkd.config.compose import compose
 from gkd.config.device import GB
-from gkd.config.loading import read_yaml
+from gkd.config.loading import dump_public, read_yaml
 from gkd.config.output_files import CONFIG, TIMELINE, parse
 from gkd.config.overrides import flatten
 from gkd.errors import ConfigError, describe_error
@@ -121,8 +121,8 @@ def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:
             recipe = compose([f"+recipe={config.recipe}", *(f"{name}={value}" for name, value in stand_ins.items())])
     except ConfigError:
         return None
-    there = flatten(recipe.model_dump(mode="json")) | dict.fromkeys(stand_ins)
-    here = flatten(config.model_dump(mode="json"))
+    there = flatten(dump_public(recipe)) | dict.fromkeys(stand_ins)
+    here = flatten(dump_public(config))
     return [
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from gkd import durable
 from gkd.config.base import Settings
+from gkd.config.loading import dump_public
 from gkd.config.overrides import flatten
 from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
 
@@ -62,7 +63,7 @@ class MLflow(Tracker):
     def _log_settings(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
 
-        settings = flatten(run.config.model_dump(mode="json"))
+        settings = flatten(dump_public(run.config))
         params = [Param(_as_name(name), str(value)[:TEXT]) for name, value in settings.items()]
         for first in range(0, len(params), 100):  # as many as a request may have
             self._client.log_batch(self._id, params=params[first : first + 100])

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from gkd import durable
 from gkd.config.base import Settings
+from gkd.config.loading import dump_public
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, sample_table
 
@@ -54,7 +55,7 @@ class WandB(Tracker):
                 id=kept.read_text(),
                 resume="allow",
                 dir=str(run.output_dir),
-                config=run.config.model_dump(mode="json"),
+                config=dump_public(run.config),
                 settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_S),
             )
         except Exception as error:  # no key, no network, no such project: wandb has many names for it

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -76,6 +78,34 @@ def test_mlflow_keeps_a_run_that_goes_on_and_prints_nothing(
         (2, 1.25),
     ]
     assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step_1.json"]
+
+
+def test_settings_that_leave_the_machine_have_no_secrets_of_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("mlflow", "wandb"):
+        pytest.importorskip(package, reason="the trackers are not installed (pip install 'gkd[mlflow,wandb]')")
+    from mlflow.tracking import MlflowClient
+
+    sent: dict[str, Any] = {}
+
+    def init(**given: Any) -> None:
+        sent.update(given["config"])
+        raise RuntimeError
+
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.chdir(tmp_path)  # where a store of one's own has its artifacts
+    uri = f"sqlite:///{tmp_path / 'own.db'}"
+    judge = {"url": "https://bob:hunter2@h.example/v1?api-key=KEY123", "model": "m"}
+    for tracker in ("mlflow", "wandb"):
+        trainer = {"trackers": [tracker], "mlflow": {"tracking_uri": f"{uri}?timeout=12345"}}
+        reward = {"functions": ["judge"], "judge": judge}
+        judged = load({"trainer": trainer, "reward": reward, "algorithm": {"name": "grpo"}, "rollout": {"n": 2}})
+        with contextlib.suppress(ConfigError):
+            write(judged, tmp_path, ROWS)
+    logged = MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow_id").read_text()).data.params
+    assert logged["reward.judge.url"] == sent["reward"]["judge"]["url"] == "https://h.example/v1"
+    assert logged["trainer.mlflow.tracking_uri"] == sent["trainer"]["mlflow"]["tracking_uri"] == uri
 
 
 @pytest.mark.parametrize("name", ["is?it", "a%20b", "a b#c&d=é"])
