@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def hold(descriptor: int, shared: bool = False) -> bool:
     except OSError:
         pass
     return True
+
+
+@contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Hold a directory while the block runs, unless somebody else does. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        hold(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Return whether somebody holds a file or a directory, as far as the file system has locks. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return not hold(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
 
 
 def create_secret(path: Path, text: str) -> bool:

@@ -1,6 +1,6 @@
 """``gkd report RUN [RUN ...]``: write ``report.html``, one page of a run's files, or of several runs over each other.
 
-A sweep's directory stands for its runs.
+A sweep's directory stands for its runs that have a step to show; the others are named.
 
 The page opens from the disk, without a server or a network. A run writes its own when it ends; ``--watch`` writes it
 again and again while the run goes on, and the page loads itself again.
@@ -9,10 +9,14 @@ again and again while the run goes on, and the page loads itself again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gkd.errors import ConfigError, Parser, entry_point
+
+if TYPE_CHECKING:
+    from gkd.observability.run_files import RunFiles
 
 
 @entry_point
@@ -29,21 +33,33 @@ def main(arguments: Sequence[str]) -> int:
     if not 0 < options.every <= 86_400:
         raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
     from gkd.config.output_files import REPORT
+    from gkd.durable import is_held
     from gkd.observability.page.write import write_page
-    from gkd.observability.run_files import RunFiles, find_runs
 
-    runs = [RunFiles(path) for path in dict.fromkeys(run for named in options.runs for run in find_runs(named))]
+    runs = _find(options.runs, {})
     file: Path = options.output or options.runs[0]
     if file.is_dir():
         file /= REPORT
-    while options.watch and not all(run.has_ended for run in runs):
-        if all(run.rows for run in runs):
-            write_page(runs, file, options.every)
-            print(f"\r{file}: step {max(run.step for run in runs)}", end="", flush=True)
+    while options.watch and (any(map(is_held, options.runs)) or not all(run.has_ended for run in runs.values())):
+        if begun := [run for run in runs.values() if run.rows]:
+            write_page(begun, file, options.every)
+            print(f"\r{file}: step {max(run.step for run in begun)}", end="", flush=True)
         time.sleep(options.every)
-    for run in runs:
-        if not run.rows:
-            raise ConfigError(f"{run.path}: there is no step to show yet (metrics.jsonl is empty or missing)")
-    write_page(runs, file)
+        runs = _find(options.runs, runs)
+    begun = [run for run in runs.values() if run.rows]
+    why = "there is no step to show yet (metrics.jsonl is empty or missing)"
+    if not begun:
+        raise ConfigError(f"{next(iter(runs))}: {why}")
+    write_page(begun, file)
     print(f"\r{file}" if options.watch else file)
+    for path in runs:
+        if runs[path] not in begun:
+            print(f"{path} is left out: {why}")
     return 0
+
+
+def _find(named: Sequence[Path], known: Mapping[Path, RunFiles]) -> dict[Path, RunFiles]:
+    """Return the runs that there are now by their directories, with what was read of ``known`` ones."""
+    from gkd.observability.run_files import RunFiles, find_runs
+
+    return {path: known.get(path) or RunFiles(path) for each in named for path in find_runs(each)}

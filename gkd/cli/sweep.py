@@ -23,6 +23,7 @@ from gkd.config import Config, user_path
 from gkd.config.output_files import METRICS, REPORT
 from gkd.config.overrides import literal_override
 from gkd.driver.output_dir import make_directory, require_no_run, require_writable
+from gkd.durable import holding
 from gkd.errors import ConfigError
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals
@@ -65,10 +66,11 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     require_writable(directory)
     out = console()
     codes: list[int] = []
-    for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
-        out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
-        codes.append(_run(run, config, directory))
-    show(runs, codes, directory, out)
+    with holding(directory):  # by which gkd report --watch knows, between two runs, that there are more
+        for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
+            out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
+            codes.append(_run(run, config, directory))
+        show(runs, codes, directory, out)
     return 2 if 2 in codes else int(any(codes))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from gkd.config.output_files import (
     find_fault,
     read_json,
 )
-from gkd.durable import hold
+from gkd.durable import is_held
 from gkd.errors import ConfigError
 
 AGAIN_S = 60.0
@@ -88,10 +87,10 @@ class RunFiles:
         One that has finished still writes, or begins again, while somebody holds the directory.
         """
         if self.is_finished:
-            return not self._is_held()
+            return not is_held(self.path)
         if self.failure is None:
             return self.was_killed
-        return time.time() - self.events[-1]["time"] > AGAIN_S and not self._is_held()
+        return time.time() - self.events[-1]["time"] > AGAIN_S and not is_held(self.path)
 
     @property
     def was_killed(self) -> bool:
@@ -103,18 +102,10 @@ class RunFiles:
         if self.is_finished or self.failure is not None:
             return False
         pids = [pid for its in self.pids().values() for pid in its]
-        if not pids or any(psutil.pid_exists(pid) for pid in pids) or self._is_held():
+        if not pids or any(psutil.pid_exists(pid) for pid in pids) or is_held(self.path):
             return False
         written = [file.stat().st_mtime for name in WRITTEN if (file := self.path / name).exists()]
         return time.time() - max(written) > AGAIN_S
-
-    def _is_held(self) -> bool:
-        """Return whether a run holds the directory, as far as the file system has locks."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            return not hold(descriptor, shared=True)
-        finally:
-            os.close(descriptor)
 
     @property
     def failure(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cli.report import main
+from gkd.durable import holding
 from tests.observability.runs import make_run, row
 
 REFRESH = 'http-equiv="refresh" content="0.5"'
@@ -94,3 +96,40 @@ def test_the_directory_of_a_sweep_stands_for_its_runs(tmp_path: Path, capsys: py
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == 2
     assert "config.yaml" in capsys.readouterr().err
+
+
+def test_a_run_that_ended_without_a_step_keeps_no_page_from_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of a sweep that died while it loaded its models."""
+    for name in ("a", "died", "c"):
+        make_run(tmp_path / name)
+    (tmp_path / "died" / "metrics.jsonl").unlink()
+    assert main([str(tmp_path)]) == 0
+    page, left_out = capsys.readouterr().out.splitlines()
+    assert page == str(tmp_path / "report.html") and left_out.startswith(f"{tmp_path / 'died'} ")
+    assert names_on(tmp_path / "report.html") == ["a", "c"]
+
+
+def names_on(page: Path) -> list[str]:
+    data = page.read_text().partition('id="data">')[2].partition("</script>")[0]
+    return [run["name"] for run in json.loads(data)["runs"]]
+
+
+def test_a_sweep_is_watched_until_its_last_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between two runs, when those that there are have ended."""
+    make_run(tmp_path / "a")
+    shown: list[list[str]] = []
+    sweep = contextlib.ExitStack()
+
+    def sleep(_: float) -> None:
+        shown.append(names_on(tmp_path / "report.html"))
+        if len(shown) == 1:
+            make_run(tmp_path / "b")
+        else:
+            sweep.close()
+
+    monkeypatch.setattr("gkd.cli.report.time.sleep", sleep)
+    sweep.enter_context(holding(tmp_path))
+    assert main([str(tmp_path), "--watch"]) == 0
+    assert [*shown, names_on(tmp_path / "report.html")] == [["a"], ["a", "b"], ["a", "b"]]

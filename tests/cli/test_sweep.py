@@ -15,7 +15,9 @@ from gkd.cli import sweep
 from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
+from gkd.config import Config
 from gkd.driver.validation.final_scores import SetScores, write_scores
+from gkd.durable import is_held
 from gkd.observability.metrics import wilson_interval
 from tests.observability.runs import make_run
 
@@ -81,7 +83,12 @@ def test_the_worst_of_the_runs_says_how_a_sweep_ended(
     codes: list[int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(codes)
-    monkeypatch.setattr(sweep, "_run", lambda run, config, directory: next(left))
+
+    def run(run: SweptRun, config: Config, directory: Path) -> int:
+        assert is_held(directory)  # by which it is seen that more runs may come
+        return next(left)
+
+    monkeypatch.setattr(sweep, "_run", run)
     monkeypatch.setattr(sweep, "show", lambda *arguments: None)
     assert sweep.sweep(["+recipe=grpo", "actor.lr=0.1,0.2", f"trainer.output_dir={tmp_path}"], configure) == code
 
