@@ -67,10 +67,11 @@ def rewrites(out: Console) -> bool:
 
 
 class Progress:
-    """Step, loss, KL, tokens per second and time left, and every validation with what changed since the last one.
+    """Step, loss, KL, tokens per second and time left, and every validation with what changed since its figures' last.
 
     On a terminal the line is rewritten in place. Lines that stay are printed at the first and last step and between
-    them at most every ten seconds, on a terminal every minute. ``validated``: the last validation.
+    them at most every ten seconds, on a terminal every minute. ``validated``: each figure of validation as it was
+    measured last.
     """
 
     def __init__(self, out: Console, total_steps: int) -> None:
@@ -115,7 +116,7 @@ class Progress:
             self.out.print(line)
         if values := {name: value for name, value in metrics.items() if name.startswith("val/")}:
             self.out.print(f"validation after step {step}  {changes(values, self.validated)}")
-            self.validated = values
+            self.validated = {**self.validated, **values}  # a set may be due at other steps than this one
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the line of a step, without what was not measured."""

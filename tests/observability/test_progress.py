@@ -47,6 +47,17 @@ def test_a_step_stays_every_so_often_and_every_validation(
     ]
 
 
+def test_a_set_with_an_interval_of_its_own_changes_since_its_own_last_validation() -> None:
+    file = io.StringIO()
+    progress = Progress(Console(file=file, width=100), 30)
+    progress.step(10, {"val/accuracy": 0.25, "val/own": 0.5})
+    progress.step(20, {"val/accuracy": 0.5})
+    progress.step(30, {"val/own": 1.0})
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("validation")]
+    shown = [line.split("  ")[1:] for line in lines[1:]]
+    assert shown == [["val/accuracy 0.5000 (+0.2500)"], ["val/own 1.0000 (+0.5000)"]]
+
+
 def test_colours_forced_upon_a_file_make_no_terminal_of_it() -> None:
     terminal, file = (Console(file=file, force_terminal=True) for file in (Terminal(), io.StringIO()))
     assert rewrites(terminal) and not rewrites(file)
