@@ -71,8 +71,13 @@ _VALIDATION = re.compile(
 """The text of a pydantic ValidationError: what is validated, perhaps a field, what is wrong, what it was given."""
 
 
+def clean(text: str) -> str:
+    """Return a text in one line, without characters that would steer a terminal, such as those of colours."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 def one_line(text: object) -> str:
-    """Return a message without line breaks, cut to a length that people read.
+    """Return a message in one line as :func:`clean` does, cut to a length that people read.
 
     Of the text of a pydantic ValidationError it is the first message, behind the name of its field, and how many more.
     """
@@ -80,7 +85,7 @@ def one_line(text: object) -> str:
     if (first := _VALIDATION.match(text)) is not None:
         n_more = int(first["n"]) - 1
         text = ": ".join(filter(None, first.group("place", "why"))) + f" (and {n_more} more)" * (n_more > 0)
-    line = " ".join(text.split())
+    line = clean(text)
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 

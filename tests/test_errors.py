@@ -88,6 +88,13 @@ def test_what_a_file_of_ones_own_raises_is_a_line_with_its_place(
     assert re.fullmatch(rf"failed: {error[:8]}.*: .*\({file}, line 2\)\n", capfd.readouterr().err)
 
 
+def test_an_error_of_ones_own_steers_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "costs.py"
+    file.write_text("def cost():\n    raise RuntimeError('is \\x1b[31mred \\u200b\\x07é 中')\n")
+    assert catch_errors(Registry("section.name", {}).load(f"{file}:cost")) == 1
+    assert capfd.readouterr().err == f"failed: RuntimeError: is [31mred é 中 ({file}, line 2)\n"
+
+
 def test_what_the_terminal_has_no_letter_for_does_not_end_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))

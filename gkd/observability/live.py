@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.cluster.health.queues import Queues
 from gkd.config.output_files import SAMPLES, parse
+from gkd.errors import clean
 from gkd.observability.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def warnings(events: Sequence[Mapping[str, Any]]) -> str:
 
     latest = [event for event in events if event["kind"] in ("warning", "death", "restart")][-WARNINGS:]
     return "\n".join(
-        f"{event['kind']} {clock(max(0, time.time() - event['time']))} ago: {event['text']}" for event in latest
+        f"{event['kind']} {clock(max(0, time.time() - event['time']))} ago: {clean(event['text'])}" for event in latest
     )
 
 
@@ -160,6 +161,6 @@ def last_sample(file: Path) -> str:
 
 
 def _show(text: str, most: int = 240) -> str:
-    """Return a text in one line, without characters that would steer a terminal."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    """Return a text in one line, cut."""
+    line = clean(text)
     return line if len(line) <= most else f"{line[:most]}..."

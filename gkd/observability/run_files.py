@@ -24,7 +24,7 @@ from gkd.config.output_files import (
     read_json,
 )
 from gkd.durable import is_held
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, clean
 
 AGAIN_S = 60.0
 """Time after which a run that has ended has not begun again by itself (trainer.restarts)."""
@@ -113,7 +113,7 @@ class RunFiles:
         events = self.events
         if self.is_finished or not events or events[-1]["kind"] != "end" or not events[-1].get("failed", False):
             return None
-        return str(events[-1]["text"])
+        return clean(events[-1]["text"])
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -146,7 +146,7 @@ def test_curves_stages_warnings_and_a_sample(run: RunFiles, capfd: pytest.Captur
     assert [line.split(": ")[1] for line in text.splitlines() if line.startswith("warning")] == [
         "warning 1", "warning 2", "warning 3",
     ]  # fmt: skip
-    assert "step 7: what is  [31m2 + 2" in text and "\x1b" not in text
+    assert "step 7: what is [31m2 + 2" in text and "\x1b" not in text
     assert f"-> {'4' * 240}..." in text
 
 
@@ -251,6 +251,16 @@ def test_a_run_that_failed_is_not_waited_for(run: RunFiles, capfd: pytest.Captur
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "kind": "resume", "text": "from step 1"}) + "\n")
     assert not run.has_ended
+
+
+def test_no_text_of_an_event_steers_the_terminal(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    """As those that other versions wrote."""
+    kinds = "warning", "end"
+    events = [{"time": 0, "kind": kind, "text": f"{kind}: \x1b[31mred\nx\x07", "failed": True} for kind in kinds]
+    (run.path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    text = text_of(run, capfd, "--once")
+    assert all(f"{kind}: [31mred x" in text for kind in kinds)
+    assert "\x1b" not in text and "\x07" not in text
 
 
 def test_a_finished_run_that_begins_again_is_waited_for(run: RunFiles) -> None:
