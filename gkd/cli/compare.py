@@ -37,7 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.observability.progress import console
 
     out = console()
-    rows = compare_all(read_all(options.files), options.score, options.baseline, out.print)
+
+    def report(text: str) -> None:
+        out.print(text, soft_wrap=True)
+
+    rows = compare_all(read_all(options.files, report), options.score, options.baseline, report)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
@@ -94,7 +98,8 @@ def _format_difference(row: Comparison) -> str:
 def _verdict(row: Comparison) -> str:
     """Describe in a line what the comparison shows."""
     difference, n = row.paired.difference.value, row.paired.n
-    left_out = f"; {row.n_left_out} questions that only one answered are left out" if row.n_left_out else ""
+    are = "question that lacks {} of one model is" if row.n_left_out == 1 else "questions that lack {} of one model are"
+    left_out = f"; {row.n_left_out:,} {are.format(row.score)} left out" if row.n_left_out else ""
     name = f"{row.set}: {row.second}"
     if row.holm_p < 0.05:
         word = "higher" if difference > 0 else "lower"

@@ -24,17 +24,19 @@ class Comparison:
     paired: PairedDifference
     holm_p: float
     n_left_out: int
-    """Questions that only one of both answered."""
+    """Questions that do not have the score of both."""
 
 
-def read_all(paths: Sequence[Path]) -> list[Results]:
+def read_all(paths: Sequence[Path], report: Callable[[str], object] = lambda text: None) -> list[Results]:
     """Read files of results, all of them of a directory, run, evaluation or sweep. Raises ConfigError for none.
+
+    ``report`` is called with the line of each run of a sweep that has none.
 
     Of a model's results on one set in a directory those with the most questions count, as ``--quick`` leaves others.
     Models of one name and set in two directories, as those of runs ``a/seed0`` and ``b/seed0``, get the names of as
     many directories above as tell them apart.
     """
-    files = [own for path in paths for own in _read_path(path)]
+    files = [own for path in paths for own in _read_path(path, report)]
     homes: dict[tuple[str, str], set[Path]] = {}
     for file, result in files:
         homes.setdefault((result.set, result.model), set()).add(_find_home(file))
@@ -48,9 +50,9 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
     ]
 
 
-def _read_path(path: Path) -> list[tuple[Path, Results]]:
+def _read_path(path: Path, report: Callable[[str], object]) -> list[tuple[Path, Results]]:
     """Read the file at ``path``, or those of a directory, in which a quick check gives way to the whole evaluation."""
-    files = [(file, read_results(file)) for file in _files(path)]
+    files = [(file, read_results(file)) for file in _files(path, report)]
     if not path.is_dir():
         return files
     most: dict[tuple[Path, str, str], int] = {}
@@ -78,16 +80,21 @@ def _name_homes(model: str, homes: Collection[Path]) -> dict[Path, str]:
     return {home: name if home.name == model and n_parts > 1 else f"{name}/{model}" for home, name in names.items()}
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, report: Callable[[str], object]) -> list[Path]:
     if not path.is_dir():
         return [path]
     if files := _sort_by_name((path / "results").glob("*.json")):
         return files
+    why = "is a run without results/: it has not ended, or could measure no scores"
     if (path / CONFIG).exists():
-        raise ConfigError(f"{path} is a run without results/: it has not ended, or could measure no scores")
-    files = _sort_by_name(path.glob("*.json")) or _sort_by_name(path.glob("*/results/*.json"))
+        raise ConfigError(f"{path} {why}")
+    if files := _sort_by_name(path.glob("*.json")):
+        return files
+    files = _sort_by_name(path.glob("*/results/*.json"))
     if not files:
         raise ConfigError(f"{path} holds no files of results (MODEL_SET_N.json)")
+    for run in sorted({file.parent for file in path.glob(f"*/{CONFIG}")} - {file.parents[1] for file in files}):
+        report(f"not compared: {run} {why}")
     return files
 
 
@@ -120,8 +127,8 @@ def compare_all(
 ) -> list[Comparison]:
     """Compare every model with ``baseline``, by default the first, on each set that both have.
 
-    ``report`` is called with why two models are not compared on a set, where others are. Raises ConfigError where
-    nothing can be compared: no second model, no set or no question in common, or no such score.
+    ``report`` is called with why two models are not compared on a set, or one on none, where others are.
+    Raises ConfigError where nothing can be compared: no second model, no set or question in common, or no such score.
     """
     names = list(dict.fromkeys(result.name for result in results))
     first = names[0] if baseline is None else baseline
@@ -149,6 +156,10 @@ def compare_all(
         raise ConfigError(f"no other model has results on a set of {first}: a comparison needs the same questions")
     for why in failed:
         report(f"not compared: {why}")
+    on_sets_of_first = {name for one, name in by_place if (one, first) in by_place}
+    for name in names:
+        if name not in on_sets_of_first:
+            report(f"not compared: {name} has no results on a set of {first}")
     sets = list(dict.fromkeys(result.set for result in results))
     rows.sort(key=lambda row: sets.index(row.set))
     corrected = holm([row.paired.p for row in rows])

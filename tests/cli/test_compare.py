@@ -36,7 +36,9 @@ def test_a_better_model_is_found_on_the_questions_that_both_answered(
     student = write(tmp_path, "student", [1.0] * 16 + [0.0])
     assert main([str(base), str(student), "--json", str(tmp_path / "rows.json")]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"(?m)^sums: student .*\baccuracy\b.* base \(p = 0.0005, 16 .*\b1 questions", printed)
+    assert re.search(
+        r"(?m)^sums: student .*\baccuracy\b.* base \(p = 0.0005, 16 .*\b1 question .*\baccuracy\b", printed
+    )
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["paired"]["p"] == pytest.approx(2 / 2**12)
     assert row["paired"]["difference"]["value"] == 0.75
@@ -87,6 +89,30 @@ def test_a_set_that_cannot_be_compared_does_not_keep_others_from_it(
         "accuracy": {"one", "sums"},
         "reward/own": {"rewarded"},
     }
+
+
+def test_whatever_is_in_no_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model without a set in common with the first, and a run of a sweep that failed; others are compared."""
+    for name, one in (("a", "sums"), ("b", "sums"), ("c", "products")):
+        (tmp_path / name / "results").mkdir(parents=True)
+        write(tmp_path / name / "results", name, [0.0, 1.0, 1.0], one)
+    for name in ("a", "failed"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.yaml").touch()
+    assert main([str(tmp_path)]) == 0
+    run, model, *table = capsys.readouterr().out.splitlines()
+    assert contains_in_order(run, f"{tmp_path / 'failed'} ", "results/")
+    assert re.search(r": c .* a$", model)
+    assert [line.split()[1] for line in table[:3]] == ["model", "a", "b"]
+
+
+def test_questions_without_the_score_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those whose reward failed, which both have answered."""
+    for model, n in (("a", 9), ("b", 6)):
+        questions = {f"q{i}": {"reward/own": 1.0} if i < n else {"length": 3.0} for i in range(9)}
+        Results(model, "sums", 9, 1, {"reward/own": estimate([1.0] * n)}, questions).write(tmp_path)
+    assert main([str(tmp_path), "--score", "reward/own"]) == 0
+    assert re.search(r"\b6 questions .*; 3 questions .* reward/own .* left out$", capsys.readouterr().out.strip())
 
 
 def test_a_quick_check_before_the_evaluation_is_no_second_result(
