@@ -8,8 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,17 +69,6 @@ def hold(descriptor: int, shared: bool = False) -> bool:
     except OSError:
         pass
     return True
-
-
-@contextmanager
-def holding(path: Path) -> Iterator[None]:
-    """Hold a directory while the block runs, unless somebody else does. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        hold(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import math
 import os
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import IO, NoReturn
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class ConfigError(Exception):
@@ -189,6 +192,11 @@ def end_with_reader() -> Iterator[None]:
         print(end="", flush=True)
     finally:
         signal.signal(signal.SIGPIPE, before)
+
+
+def end_with_parent(number: int) -> None:
+    """Have this process get the signal ``number`` when the thread that started it ends, however that is."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 CLOSED = "failed: standard output was closed before the end: the program that read it has ended"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import gkd
 from gkd import evaluate, plan, train
+from gkd.cli.train import _describe_newest_checkpoint
 from gkd.config.compose import compose
 from gkd.config.overrides import overrides_of, shell_override
 from gkd.errors import ConfigError
@@ -78,6 +79,14 @@ def test_a_path_that_is_shown_can_be_pasted_into_a_shell(path: str) -> None:
     (override,) = shlex.split(shell_override("trainer.output_dir", path))
     assert compose(["+recipe=grpo", override]).trainer.output_dir == path
     assert (override == f"trainer.output_dir={path}") == (path == "runs/a-1/model")
+
+
+def test_the_settings_that_a_stopped_run_goes_on_with_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    output = tmp_path / "trainer.seed=0"
+    (output / "checkpoints").mkdir(parents=True)
+    (output / "checkpoints" / "latest").write_text("step_3")
+    settings = shlex.split(_describe_newest_checkpoint(output).partition("(")[2])[:2]
+    assert compose(["+recipe=grpo", *settings]).trainer.output_dir == str(output)
 
 
 def test_an_async_callback_is_refused() -> None:

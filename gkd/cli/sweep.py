@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,10 +24,9 @@ from rich.table import Table
 from gkd.cli.compare import show_each_score
 from gkd.config import Config, user_path
 from gkd.config.output_files import METRICS, REPORT
-from gkd.config.overrides import literal_override
-from gkd.driver.output_dir import make_directory, require_no_run, require_writable
-from gkd.durable import holding
-from gkd.errors import ConfigError
+from gkd.config.overrides import literal_override, shell_override
+from gkd.driver.output_dir import claim, make_directory, require_no_run, require_writable
+from gkd.errors import ConfigError, end_with_parent
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals
 from gkd.observability.page.write import write_page
@@ -54,7 +56,7 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
 
     ``configure`` composes and checks the configuration of one.
 
-    Raises ConfigError, before the first run, where one of them could not begin.
+    Raises ConfigError, before the first run, where one of them could not begin, or one is under way there.
     """
     runs = list(expand(overrides))
     configs = [configure(run.overrides) for run in runs]
@@ -66,11 +68,17 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     require_writable(directory)
     out = console()
     codes: list[int] = []
-    with holding(directory):  # by which gkd report --watch knows, between two runs, that there are more
+    descriptor = claim(directory)  # by which gkd report --watch knows, between two runs, that there are more
+    try:
         for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
             out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
-            codes.append(_run(run, config, directory))
+            codes.append(_run(run, config, directory, descriptor))
         show(runs, codes, directory, out)
+    except SystemExit as end:  # a signal
+        end.add_note(f"{shell_override('trainer.output_dir', directory)} trainer.resume=true --multirun goes on")
+        raise
+    finally:
+        os.close(descriptor)
     return 2 if 2 in codes else int(any(codes))
 
 
@@ -139,15 +147,20 @@ def _directory(config: Config) -> Path:
     return user_path(config.trainer.output_dir or f"outputs/{config.recipe}/sweep_{stamp}").absolute()
 
 
-def _run(run: SweptRun, config: Config, directory: Path) -> int:
-    """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first."""
+def _run(run: SweptRun, config: Config, directory: Path, descriptor: int) -> int:
+    """Do one run in a process of its own; returns its exit code. A signal that ends this program ends the run first.
+
+    Where this program is killed, the run ends as by SIGTERM. Until it has, it holds ``descriptor``, the directory's.
+    """
     path = directory / run.name
     further = [literal_override("trainer.output_dir", path)]
     if config.trainer.resume:  # what an interrupted sweep has not begun, or saved nothing of, has nothing to go on with
         further.append("trainer.resume=auto")
     if config.trainer.run_group is None:
         further.append(literal_override("trainer.run_group", directory.name))
-    with subprocess.Popen([sys.executable, "-m", "gkd.main", *run.overrides, *further]) as process:
+    command = [sys.executable, "-m", "gkd.main", *run.overrides, *further]
+    ends = partial(end_with_parent, signal.SIGTERM)
+    with subprocess.Popen(command, pass_fds=[descriptor], preexec_fn=ends) as process:  # noqa: PLW1509 takes no lock
         try:
             return process.wait()
         except BaseException:

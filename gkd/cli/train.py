@@ -201,8 +201,10 @@ def _require_home(cache_dir: str | None) -> None:
 
 def _describe_newest_checkpoint(output: Path) -> str:
     """Return what a run that was stopped leaves."""
+    from gkd.config.overrides import shell_override
+
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")
     except (OSError, ValueError):  # no file, or one that is damaged
         return "there is no checkpoint"
-    return f"checkpoint: {newest} (trainer.output_dir={output} trainer.resume=true goes on)"
+    return f"checkpoint: {newest} ({shell_override('trainer.output_dir', output)} trainer.resume=true goes on)"

@@ -7,7 +7,6 @@ starts, so nothing heavy is imported here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -17,14 +16,13 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from gkd.errors import ConfigError, describe_error
+from gkd.errors import ConfigError, describe_error, end_with_parent
 
 BACKENDS = {
     "gkd": ("gkd.weights.vllm_backend", "BucketTransferEngine"),
     "gkd_nccl_m2n": ("gkd.weights.vllm_m2n", "M2NTransferEngine"),
 }
 """Modules and classes by their names in ``weight_transfer_config``."""
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _NOTES = "GKD_VLLM_ERRORS"  # in the environment: the file to note errors in
 
 
@@ -47,7 +45,7 @@ def register() -> None:
         if multiprocessing.parent_process() is not None:
             # vLLM has them end by themselves, which one that waits for its GPU does not come to. The thread that starts
             # an engine is the one that it works on until the worker ends.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent(signal.SIGKILL)
 
 
 def find_gpu(entry: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from gkd.cli.report import main
-from gkd.durable import holding
+from gkd.driver.output_dir import claim
 from tests.observability.runs import make_run, row
 
 REFRESH = 'http-equiv="refresh" content="0.5"'
@@ -130,6 +131,6 @@ def test_a_sweep_is_watched_until_its_last_run_has_ended(tmp_path: Path, monkeyp
             sweep.close()
 
     monkeypatch.setattr("gkd.cli.report.time.sleep", sleep)
-    sweep.enter_context(holding(tmp_path))
+    sweep.callback(os.close, claim(tmp_path))
     assert main([str(tmp_path), "--watch"]) == 0
     assert [*shown, names_on(tmp_path / "report.html")] == [["a"], ["a", "b"], ["a", "b"]]

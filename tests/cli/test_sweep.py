@@ -84,7 +84,7 @@ def test_the_worst_of_the_runs_says_how_a_sweep_ended(
 ) -> None:
     left = iter(codes)
 
-    def run(run: SweptRun, config: Config, directory: Path) -> int:
+    def run(run: SweptRun, config: Config, directory: Path, descriptor: int) -> int:
         assert is_held(directory)  # by which it is seen that more runs may come
         return next(left)
 
@@ -99,7 +99,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
     commands: list[list[str]] = []
 
     class Process:
-        def __init__(self, command: list[str]) -> None:
+        def __init__(self, command: list[str], **_: object) -> None:
             commands.append(command)
 
         def __enter__(self) -> Any:
