@@ -257,7 +257,7 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) 
         log.progress.show_status("validating")
         now = keep_finite(parts.validation.run()) | keep_finite(parts.val_sets.run(parts.val_sets.sets))
         state = dataclasses.replace(state, validated={**state.validated, **now})
-    log.progress.validated = state.validated
+    log.progress.validated = {**state.before, **state.validated}
     return state
 
 

@@ -144,8 +144,10 @@ def test_a_run_ends_with_its_pace_and_a_split(
     assert printed == ([] if line is None else [line])
 
 
-def restored(tmp_path: Path, state: RunState, total: int, log: dict[str, Any]) -> tuple[RunState, list[str]]:
-    """What a run goes on with from a checkpoint, and what was done for it."""
+def restored(
+    tmp_path: Path, state: RunState, total: int, log: dict[str, Any]
+) -> tuple[RunState, list[str], dict[str, float]]:
+    """What a run goes on with from a checkpoint, what was done for it, and what the next validation is held against."""
     done: list[str] = []
 
     def do(what: str, result: Any = None) -> Any:
@@ -168,8 +170,7 @@ def restored(tmp_path: Path, state: RunState, total: int, log: dict[str, Any]) -
     saved = SavedCheckpoint(tmp_path / "step_5", "end", state, {}, "", "float32", {}, {})
     config = load({"trainer": {"total_steps": total}})
     went_on = _restore(config, parts, run_log, saved)
-    assert progress.validated == went_on.validated
-    return went_on, [what for what in done if what != "show"]
+    return went_on, [what for what in done if what != "show"], progress.validated
 
 
 STATE = RunState(step=5, before={"val/accuracy": 0.1}, validated={"val/accuracy": 0.2, "val/x": 1.0})
@@ -183,10 +184,15 @@ def test_a_run_that_has_no_step_left_is_validated_as_its_results_were_lost(
     tmp_path: Path, row: dict[str, float] | None, total: int, early: bool, validates: bool
 ) -> None:
     """Where the last step's own validation is still to come (``row``), the loop does it."""
-    state, done = restored(tmp_path, replace(STATE, row=row), total, {"stops_early": early})
+    state, done, held = restored(tmp_path, replace(STATE, row=row), total, {"stops_early": early})
     assert done == ["load", "prompts", "push", *(["validate", "sets"] if validates else [])]
     now = {"val/accuracy": 0.9, "val/hard/accuracy": 0.5} if validates else {}
-    assert state.validated == {**STATE.validated, **now} and state.step == 5
+    assert state.validated == held == {**STATE.validated, **now} and state.step == 5
+
+
+def test_the_first_validation_of_a_run_that_goes_on_is_held_against_the_one_before_training(tmp_path: Path) -> None:
+    """Where none was done in between."""
+    assert restored(tmp_path, replace(STATE, validated={}), 9, {})[-1] == STATE.before
 
 
 @pytest.mark.parametrize(("step", "row", "stays"), [(40, None, True), (45, None, False), (40, {"x": 1.0}, False)])
