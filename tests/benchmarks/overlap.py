@@ -243,7 +243,7 @@ def run(
     actor_group.call("impose", times, timeout_s=30)
     parts: Any = SimpleNamespace(
         prompts=PromptStream([Prompt(i, np.array([i], np.int32), "") for i in range(SAMPLES)], 0),
-        rollout=rollout, answers=None, actor=actor, vocab_size=50, n_gpus=2, device="cpu",
+        rollout=rollout, answers=None, actor=actor, model=ModelInfo(50, None, [], 50), n_gpus=2, device="cpu",
         report=lambda: worker_reports.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
         val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due_sets=lambda *_: [], sets=[]),

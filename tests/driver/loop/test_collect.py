@@ -11,6 +11,7 @@ import pytest
 
 from gkd.algorithms.training_samples import with_advantages
 from gkd.config import Config, load
+from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.loop.collect import Batches, requests_of, scoring_of
@@ -183,7 +184,7 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int, f
     parts: Any = SimpleNamespace(
         prompts=PromptStream(PROMPTS, seed=0),
         rollout=(engines := Engines(worth)),
-        vocab_size=50,
+        model=ModelInfo(50, None, [], 50),
         device="cpu",
         actor=SimpleNamespace(fits=lambda lengths: True),
         answers=None,

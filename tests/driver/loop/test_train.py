@@ -19,6 +19,7 @@ import pytest
 from gkd.cluster.workers.activity import HERE
 from gkd.config import Config, load
 from gkd.config.validating import StopEarly
+from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.saving import Checkpoints
@@ -172,7 +173,8 @@ class Played:
             trainer = {"batch_size": 8, "total_steps": 3, "val_every": 3}
             config = load({"algorithm": {"name": "sft"}, "trainer": trainer})
         parts: Any = SimpleNamespace(
-            prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self, vocab_size=50, n_gpus=2,
+            prompts=PromptStream(PROMPTS, seed=0), rollout=self, actor=self, sync=self,
+            model=ModelInfo(50, None, [], 50), n_gpus=2,
             device="cpu",
             validation=SimpleNamespace(request=self.request, measure=self.measure),
             val_sets=SimpleNamespace(

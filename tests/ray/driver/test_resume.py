@@ -17,6 +17,7 @@ import ray
 from gkd.actor.batches import AppliedUpdate, combine_mini_batches
 from gkd.cluster.workers.group import PendingCall
 from gkd.config import Config, load
+from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.resume import cut, find
@@ -138,7 +139,8 @@ class World:
         parts: Any = SimpleNamespace(
             prompts=self.prompts, rollout=self, actor=self,
             sync=SimpleNamespace(push=self.push, push_drained=self.push_drained),
-            validation=SimpleNamespace(request=self.request, measure=self.measure), vocab_size=10, n_gpus=1,
+            validation=SimpleNamespace(request=self.request, measure=self.measure),
+            model=ModelInfo(10, None, [], 10), n_gpus=1,
             device="cpu", report=self.report, answers=None,
             val_sets=SimpleNamespace(
                 request=lambda due, order: due, measure=lambda due: {}, due_sets=lambda step, rest=False: [], sets=[]
