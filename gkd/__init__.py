@@ -48,13 +48,15 @@ def train(settings: Overrides, on_step: OnStep | None = None) -> TrainedRun:
     from inspect import iscoroutinefunction
 
     from gkd.cli.train import configure, run
+    from gkd.cluster.session.shutdown import exit_on_unhandled_signals
     from gkd.config.overrides import overrides_of
     from gkd.errors import ConfigError
     from gkd.observability.report import read
 
     if iscoroutinefunction(on_step):
         raise ConfigError("on_step is async, and nothing awaits it")
-    output = run(configure(overrides_of(settings)), on_step=on_step)
+    with exit_on_unhandled_signals():
+        output = run(configure(overrides_of(settings)), on_step=on_step)
     return TrainedRun(output, read(output))
 
 
@@ -64,6 +66,7 @@ def evaluate(settings: Overrides, quick: bool = False, run: str | Path | None = 
     ``run``: the directory of a run, whose checkpoints are measured.
     """
     from gkd.cli.evaluate import configure
+    from gkd.cluster.session.shutdown import exit_on_unhandled_signals
     from gkd.config.overrides import overrides_of
     from gkd.evaluation.run import evaluate as measure
     from gkd.observability.progress import console, log_to
@@ -71,7 +74,8 @@ def evaluate(settings: Overrides, quick: bool = False, run: str | Path | None = 
     out = console()
     log_to(out)
     config, further = configure([*([] if run is None else [str(run)]), *overrides_of(settings)])
-    return measure(config, out, quick, further)
+    with exit_on_unhandled_signals():
+        return measure(config, out, quick, further)
 
 
 def plan(settings: Overrides, best: int | None = None, by_memory: bool = False) -> PlanReport:

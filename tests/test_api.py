@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import shlex
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from gkd import evaluate, plan, train
 from gkd.cli.train import _describe_newest_checkpoint
 from gkd.config.compose import compose
 from gkd.config.overrides import overrides_of, shell_override
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed, SignalExit
 from tests.docs.pages import ROOT, python_files
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1)
@@ -87,6 +89,33 @@ def test_the_settings_that_a_stopped_run_goes_on_with_can_be_pasted_into_a_shell
     (output / "checkpoints" / "latest").write_text("step_3")
     settings = shlex.split(_describe_newest_checkpoint(output).partition("(")[2])[:2]
     assert compose(["+recipe=grpo", *settings]).trainer.output_dir == str(output)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("program", "starts"), [(train, "gkd.cli.train.run"), (evaluate, "gkd.evaluation.run.evaluate")]
+)
+def test_signals_that_a_program_does_not_handle_end_a_run_in_order(
+    program: Callable[..., Any], starts: str, number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        assert signal.getsignal(number) is not signal.SIG_DFL  # which would end the tests
+        signal.raise_signal(number)
+        raise RunFailed
+
+    own: list[int] = []
+    settings = {"recipe": "grpo"} if program is train else {"models.a": ".", "evaluate.sets.x.files": ["x"]}
+    monkeypatch.setattr(starts, run)
+    with pytest.raises(SignalExit) as end:
+        program(settings)
+    assert end.value.code == code and signal.getsignal(number) is signal.SIG_DFL
+    before = signal.signal(number, lambda number, _: own.append(number))
+    try:
+        with pytest.raises(RunFailed):
+            program(settings)
+    finally:
+        signal.signal(number, before)
+    assert own == [number]
 
 
 def test_an_async_callback_is_refused() -> None:

@@ -43,15 +43,35 @@ def exit_on_signals() -> None:
     One that comes later than :data:`TOGETHER_S` after the first ends what the first has begun to close.
     """
     _received.clear()
+    handle_ending_signals(_stop)
 
-    def stop(number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if _received and now - _received[-1][1] < TOGETHER_S:
-            return
-        _received.append((number, now))
-        raise SignalExit(number)
 
-    handle_ending_signals(stop)
+@contextlib.contextmanager
+def exit_on_unhandled_signals() -> Iterator[None]:
+    """Do as :func:`exit_on_signals` while another's program is in the block: for the signals that it does not handle.
+
+    Those would end it at once. In a thread that is not the main one nothing is changed.
+    """
+    unhandled = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    if not unhandled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _received.clear()
+    for number in unhandled:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    now = time.monotonic()
+    if _received and now - _received[-1][1] < TOGETHER_S:
+        return
+    _received.append((number, now))
+    raise SignalExit(number)
 
 
 def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
