@@ -96,13 +96,15 @@ def _compose(overrides: Sequence[str]) -> Config:
 def _find_named(overrides: Sequence[str]) -> set[str]:
     """Return the settings that overrides name, and those that a file among them sets."""
     from gkd.config.compose import parse_overrides
-    from gkd.config.loading import names_file, read_yaml
+    from gkd.config.loading import names_file, read_requested
     from gkd.config.overrides import flatten
 
     files = [override for override in overrides if names_file(override)]
     parsed = parse_overrides([override for override in overrides if override not in files])
     named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
-    return named | {key for file in files for key, value in flatten(read_yaml(file)).items() if value not in (None, [])}
+    return named | {
+        key for file in files for key, value in flatten(read_requested(file)).items() if value not in (None, [])
+    }
 
 
 def _place_here(config: Config, best: bool) -> Config:

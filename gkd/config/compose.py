@@ -25,7 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config import Config, hint, load, settings, suggest
 from gkd.config.base import GROUP_OF, escape, quote, user_path
 from gkd.config.data import TASKS
-from gkd.config.loading import CONF_DIR, is_text, make_unknown_error, names_file, open_sections, plain_name, read_yaml
+from gkd.config.loading import (
+    CONF_DIR,
+    is_text,
+    make_unknown_error,
+    names_file,
+    open_sections,
+    plain_name,
+    read_requested,
+)
 from gkd.config.open import OpenSections
 from gkd.config.overrides import keep_name, literal_override
 from gkd.config.registry import forget_edited, make_absolute, shorten_name
@@ -123,7 +131,7 @@ def _compose_group(group: str, choice: str) -> DictConfig:
 
 def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a configuration file; returns the choices of groups that it names, and its values."""
-    values, choices = _nest(file, read_yaml(file)), groups()
+    values, choices = _nest(file, read_requested(file)), groups()
     chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
         if key not in Config.model_fields:

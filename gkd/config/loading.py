@@ -29,6 +29,8 @@ from gkd.errors import ConfigError, one_line
 # An installed package carries conf inside itself; a checkout has it at the top.
 _INSIDE, _TOP = Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf"
 CONF_DIR = _INSIDE if _INSIDE.is_dir() else _TOP
+REQUESTED = "requested"
+"""Section of a run's file: settings that the run has decided, such as ``auto`` ones, as they were requested."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -56,6 +58,54 @@ def names_file(argument: str) -> bool:
 def dump_yaml(config: Config) -> str:
     """Return a configuration as a file holds it, of which :func:`read_yaml` gives the same values."""
     return str(OmegaConf.to_yaml(OmegaConf.create(escape(config.model_dump()))))
+
+
+def dump_run(requested: Config, ran: Config) -> str:
+    """Return a run's configuration as its file holds it: as it ``ran``, and what was ``requested`` where that differs.
+
+    That the run goes on is left out, for one that begins with its settings.
+    """
+    there, here = requested.model_dump(), ran.model_dump()
+    here["trainer"]["resume"] = there["trainer"]["resume"] = False
+    here |= {REQUESTED: decided} if (decided := _differing(there, here)) else {}
+    return str(OmegaConf.to_yaml(OmegaConf.create(escape(here))))
+
+
+def _differing(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``tree`` that ``other`` has not, None for those that it alone has."""
+    values: dict[str, Any] = {}
+    for name in {**tree, **other}:
+        own, its = tree.get(name), other.get(name)
+        if own != its:
+            values[name] = _differing(own, its) if isinstance(own, Mapping) and isinstance(its, Mapping) else own
+    return values
+
+
+def read_run(file: Path, as_requested: bool = False) -> Config:
+    """Read the settings that a run has, with what it has decided, or ``as_requested``. Raises ConfigError."""
+    tree = read_requested(file) if as_requested else read_yaml(file)
+    try:
+        return load({name: value for name, value in tree.items() if name != REQUESTED})
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def read_requested(file: str | Path) -> dict[str, Any]:
+    """Read a file of settings, a run's as they were requested. Raises what :func:`read_yaml` raises."""
+    values = read_yaml(file)
+    requested = values.pop(REQUESTED, {})
+    if not isinstance(requested, dict):
+        raise ConfigError(f"{file} does not fit: {REQUESTED} is a section of settings, not {requested!r}")
+    return _lay_over(values, requested)
+
+
+def _lay_over(tree: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of ``above``, and of ``tree`` those that it lacks."""
+    values = {**tree, **above}
+    for name in tree.keys() & above.keys():
+        if isinstance(tree[name], Mapping) and isinstance(above[name], Mapping):
+            values[name] = _lay_over(tree[name], above[name])
+    return values
 
 
 def dump_public(config: Config) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
-from gkd.config.loading import dump_yaml
+from gkd.config.loading import dump_run
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.config.overrides import shell_override
 from gkd.config.validating import require_figures
@@ -96,10 +96,10 @@ def _drive(
 ) -> tuple[report.Summary, Checkpoints, BestModel | None]:
     """Do the run; returns what it came to, its checkpoints, of which the last may have failed, and its best student."""
     requested, config = config, lay_out(with_scoring_engines(config, inputs))
-    _write(config, output)
+    _write(requested, config, output)
     placement = _place_and_show(config, session, output)
     config = with_transfer(_with_offload(config, placement), placement.groups)
-    _write(config, output)  # once more, with what the placement decided
+    _write(requested, config, output)  # once more, with what the placement decided
     out.print(step_text(config, inputs.max_length), soft_wrap=True)
     _log_doubts(config, placement)
     with (
@@ -159,8 +159,8 @@ def _print_pace(config: Config, output: Path, log: RunLog, requested: Config, on
         log.progress.print_line("; ".join(filter(None, (pace, split))))
 
 
-def _write(config: Config, output: Path) -> None:
-    replace(output / CONFIG, f"# gkd {__version__}\n{dump_yaml(config)}".encode())
+def _write(requested: Config, config: Config, output: Path) -> None:
+    replace(output / CONFIG, f"# gkd {__version__}\n{dump_run(requested, config)}".encode())
 
 
 def _find_first_step(saved: SavedCheckpoint | None) -> int:

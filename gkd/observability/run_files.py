@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 from gkd.cluster.health.queues import EngineQueue, Queues
-from gkd.config import Config, load
-from gkd.config.loading import read_yaml
+from gkd.config import Config
+from gkd.config.loading import read_run, read_yaml
 from gkd.config.output_files import (
     CONFIG,
     ENGINES,
@@ -68,10 +68,13 @@ class RunFiles:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConfigError(f"{path / 'config.yaml'} is no run's: it lacks trainer.total_steps") from None
 
-    def read_config(self) -> Config | None:
-        """Return the run's settings; None where they are not ones of this version, or their own classes not here."""
+    def read_config(self, as_requested: bool = False) -> Config | None:
+        """Return the run's settings, with what it has decided of them, or ``as_requested``.
+
+        None where they are not ones of this version, or their own classes not here.
+        """
         try:
-            return load(read_yaml(self.path / CONFIG))
+            return read_run(self.path / CONFIG, as_requested)
         except ConfigError:
             return None
 

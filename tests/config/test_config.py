@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gkd.config import Config, escape, load, parse_gpus, settings
 from gkd.config.compose import compose, groups
-from gkd.config.loading import dump_yaml, read_yaml
+from gkd.config.loading import dump_yaml, read_run, read_yaml
 from gkd.config.overrides import overrides_of
 from gkd.driver.run import _write
 from gkd.errors import ConfigError
@@ -154,9 +154,33 @@ def test_the_last_placement_counts_and_of_recipes_one_is_chosen() -> None:
 def test_an_escaped_interpolation_is_the_text(text: str, tmp_path: Path) -> None:
     config = compose([f"trainer.output_dir='{escape(text)}'"])
     assert config.trainer.output_dir == text
-    _write(config, tmp_path)
+    _write(config, config, tmp_path)
     assert compose([str(tmp_path / "config.yaml")]) == config
     assert RunFiles(tmp_path).read_config() == config
+
+
+def test_a_runs_file_has_what_was_decided_and_beside_it_what_was_requested(tmp_path: Path) -> None:
+    """So that those who read the run know how it ran, and the file serves another machine."""
+    file, teacher, pool = tmp_path / "config.yaml", "teacher.models={a.b: x, c: y}", "teacher.n_gpus_per_node=2"
+    own = ["model.path=x", "data.train_files=[y]", "data.val_files=[z]", "data.teacher_key=k", teacher, pool]
+    requested = compose(["+recipe=on_policy_distill", *own, "trainer.resume=auto"])
+    names = ["weights.transfer=object_store", "cluster.offload=false", "rollout.kv_cache_gb=3", "teacher.engine=torch"]
+    ran = compose(["+recipe=on_policy_distill", *own, *names])
+    _write(requested, ran, tmp_path)
+    first = compose(["+recipe=on_policy_distill", *own])  # a new run of it begins
+    assert compose([str(file)]) == read_run(file, as_requested=True) == first
+    assert read_run(file) == RunFiles(tmp_path).read_config() == ran
+    assert read_yaml(file)["requested"] == {
+        "rollout": {"kv_cache_gb": None},
+        "teacher": {"engine": "auto"},
+        "weights": {"transfer": "auto"},
+        "cluster": {"offload": "auto"},
+    }
+    _write(first, first, tmp_path)
+    assert "requested" not in read_yaml(file)
+    file.write_text("requested: 1\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml .*requested .* 1"):
+        compose([str(file)])
 
 
 def test_names_of_models_and_sets_may_have_dots_and_dashes() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from gkd.config.compose import compose
+from gkd.config.loading import read_run
 from gkd.version import __version__
 from tests.e2e.conftest import ROOT, SMALL, environment
 from tests.error_text import contains_in_order
@@ -108,7 +109,11 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     assert json.loads((output / "summary.json").read_text())["version"] == __version__
     config = compose([str(output / "config.yaml")])
     assert config.trainer.total_steps == STEPS
-    assert (config.weights.transfer, config.cluster.offload) == ("object_store", False)  # as the run decided
+    ran = read_run(output / "config.yaml")
+    assert [(its.weights.transfer, its.cluster.offload) for its in (config, ran)] == [
+        ("auto", "auto"),
+        ("object_store", False),
+    ]  # as requested, and as the run decided
 
 
 def test_the_saved_student_answers_as_validated(finished: tuple[Path, str]) -> None:

@@ -25,8 +25,6 @@ MAX_ROWS = 10_000
 MAX_SPANS = 5_000
 MAX_EVENTS = 5_000
 DIGITS = 7
-PLANNED = ("rollout.max_num_seqs", "rollout.kv_cache_gb", "actor.max_tokens_per_micro_batch")
-"""Settings that a run decides where they are null."""
 OWN = {"model.size": "1b", "data.train_files": "[x]", "data.val_files": "[x]", "data.answer_key": "answer"}
 """What stands for models and data of one's own, with which a recipe is without the built-in task's settings."""
 OF_THE_RUN = (
@@ -44,7 +42,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
     """Return everything but the samples. Raises ConfigError for a file that cannot be read."""
     tree, all_rows = read_yaml(files.path / CONFIG), files.rows
     rows, events = thin_out(all_rows), [event for event in files.events if event["kind"] != "validation"]
-    config, summary = files.read_config(), files.summary()
+    requested, ran, summary = files.read_config(as_requested=True), files.read_config(), files.summary()
     return {
         "name": files.path.absolute().name,
         "path": str(files.path.absolute()),
@@ -59,12 +57,12 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "summary": summary,
         "n_val": 0 if summary is None else int(summary.get("n_val", 0)),
         "intervals": {} if summary is None else read_intervals(summary),
-        "differs": None if config is None else list_differences(config),
+        "differs": None if requested is None else list_differences(requested),
         "placement": [
             [p["group"], p.get("rank"), p["node"], str(p["pid"]), p.get("cuda_visible_devices"), _list(p["gpu_uuids"])]
             for p in files.placement()
         ],
-        "plan": {} if config is None else read_planned_gb(config, files.placement()),
+        "plan": {} if ran is None else read_planned_gb(ran, files.placement()),
         "timeline": read_spans(files.path / TIMELINE),
     }
 
@@ -110,8 +108,7 @@ def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
 def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     """Return settings with other values than the recipe's: name, there, here; None for a recipe that is not shipped.
 
-    Where the recipe has ``auto``, and for what is :data:`PLANNED` null, the run has decided, and its config.yaml holds
-    what. With models of one's own it is without the settings of the built-in task.
+    With models of one's own it is without the settings of the built-in task.
     """
     stand_ins: dict[str, str] = {}
     try:
@@ -126,8 +123,7 @@ def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:
     return [
         (name, there.get(name), here.get(name))
         for name in sorted({*there, *here})
-        if name not in OF_THE_RUN and there.get(name) not in (here.get(name), "auto")
-        if name not in PLANNED or there.get(name) is not None
+        if name not in OF_THE_RUN and there.get(name) != here.get(name)
     ]
 
 

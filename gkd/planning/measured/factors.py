@@ -11,9 +11,9 @@ from statistics import NormalDist, fmean, mean, median
 from typing import Any
 
 from gkd.cluster.gpu import are_simulated
-from gkd.config import Config, load
+from gkd.config import Config
 from gkd.config.base import SCORERS
-from gkd.config.loading import read_yaml
+from gkd.config.loading import read_run
 from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES, parse
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of
@@ -118,13 +118,9 @@ def _require_same_device(path: Path, layout: Layout) -> None:
 
 def _read_config(path: Path) -> Config:
     try:
-        tree = read_yaml(path / CONFIG)
+        return read_run(path / CONFIG)
     except ConfigError as error:
         raise ConfigError(f"--from {error}") from None
-    try:
-        return load(tree)
-    except ConfigError as error:
-        raise ConfigError(f"--from {path / CONFIG}: {error}") from None
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
