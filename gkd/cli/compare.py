@@ -59,12 +59,15 @@ def show_each_score(results: Sequence[Results], out: Console) -> None:
     """
     from gkd.evaluation.comparison import compare_all, group_by_score
 
+    def report(text: str) -> None:
+        out.print(text, soft_wrap=True)
+
     for score, measured in group_by_score(results).items():
         out.print()
         try:
-            show(compare_all(measured, score, report=out.print), out)
+            show(compare_all(measured, score, report=report), out)
         except ConfigError as error:
-            out.print(f"not compared: {error}", soft_wrap=True)
+            report(f"not compared: {error}")
 
 
 def show(rows: Sequence[Comparison], out: Console) -> None:
@@ -72,21 +75,25 @@ def show(rows: Sequence[Comparison], out: Console) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("set", "model", "questions", rows[0].score, "difference", "p", "p (Holm)", "needed"):
-        table.add_column(heading, justify="left" if heading in ("set", "model") else "right", no_wrap=True)
+    numbers = {one: {row.paired.n for row in rows if row.set == one} for one in {row.set for row in rows}}
+    counted = any(len(its) > 1 for its in numbers.values())  # where a table without them would mislead
+    for heading in ("set", "model"):
+        table.add_column(heading, overflow="fold")
+    for heading in (*["n"] * counted, rows[0].score, "difference", "p", "p (Holm)", "needed"):
+        table.add_column(heading, justify="right", no_wrap=True)
     shown = None
     for row in rows:
-        n = f"{row.paired.n:,}"
-        baseline = row.set, row.first, n, f"{row.values[0]:z.3f}"
+        n = [f"{row.paired.n:,}"] * counted
+        baseline = [row.set, row.first, *n, f"{row.values[0]:z.3f}"]
         if baseline != shown:  # by the questions in common with the model below, which may be others for the next one
-            table.add_row(*baseline, "", "", "", "")
+            table.add_row(*baseline)
             shown = baseline
         needed = "" if row.paired.needed is None else f"{row.paired.needed:,}"
         p, corrected = (_p(value) for value in (row.paired.p, row.holm_p))
-        table.add_row(row.set, row.second, n, f"{row.values[1]:z.3f}", _format_difference(row), p, corrected, needed)
+        table.add_row(row.set, row.second, *n, f"{row.values[1]:z.3f}", _format_difference(row), p, corrected, needed)
     out.print(table)
     for row in rows:
-        out.print(_verdict(row))
+        out.print(_verdict(row), soft_wrap=True)
 
 
 def _format_difference(row: Comparison) -> str:
@@ -103,10 +110,14 @@ def _verdict(row: Comparison) -> str:
     name = f"{row.set}: {row.second}"
     if row.holm_p < 0.05:
         word = "higher" if difference > 0 else "lower"
-        return f"{name} has a {word} {row.score} than {row.first} (p {_format_p(row.holm_p)}, {n} questions){left_out}"
+        return (
+            f"{name} has a {word} {row.score} than {row.first} (p {_format_p(row.holm_p)}, {n:,} questions){left_out}"
+        )
     needed = row.paired.needed
     more = "" if needed is None or needed <= n else f"; about {needed:,} questions would show such a difference"
-    return f"{name} and {row.first} cannot be told apart with {n} questions (p {_format_p(row.holm_p)}){more}{left_out}"
+    return (
+        f"{name} and {row.first} cannot be told apart with {n:,} questions (p {_format_p(row.holm_p)}){more}{left_out}"
+    )
 
 
 def _p(value: float) -> str:

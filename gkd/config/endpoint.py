@@ -69,6 +69,11 @@ def hide_secrets(text: str) -> str:
     return re.sub(r"\A(\s*[A-Za-z][\w+.-]*://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", text, flags=re.DOTALL)
 
 
+def hide_secrets_within(text: str) -> str:
+    """Return a text with every URL in it as :func:`hide_secrets` has it."""
+    return re.sub(r"\b[A-Za-z][\w+.-]*://[^\s'\"]+", lambda url: hide_secrets(url[0]), text)
+
+
 def _is_url(url: str) -> bool:
     """Return whether ``url`` names a host, and a port that there can be or none."""
     try:

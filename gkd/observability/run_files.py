@@ -62,11 +62,16 @@ class RunFiles:
         self._events = LineReader(path / EVENTS, kind=str, time=float, text=str)
         if not (path / CONFIG).exists():
             raise ConfigError(f"{path}: there is no run here (no config.yaml)")
-        tree = read_yaml(path / CONFIG)
+        _ = self.total_steps  # a file that lacks it is no run's
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that the run is to have done at its end. Raises ConfigError where its file lacks them."""
+        tree = read_yaml(self.path / CONFIG)
         try:
-            self.total_steps = int(tree["trainer"]["total_steps"])
+            return int(tree["trainer"]["total_steps"])
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise ConfigError(f"{path / 'config.yaml'} is no run's: it lacks trainer.total_steps") from None
+            raise ConfigError(f"{self.path / 'config.yaml'} is no run's: it lacks trainer.total_steps") from None
 
     def read_config(self, as_requested: bool = False) -> Config | None:
         """Return the run's settings, with what it has decided of them, or ``as_requested``.

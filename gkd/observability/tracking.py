@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from gkd.cluster.session.shutdown import abandon
 from gkd.config import Config
+from gkd.config.endpoint import hide_secrets_within
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError, describe_raised
 from gkd.observability.events import Events, note
@@ -69,7 +70,7 @@ class Trackers:
             except Exception as error:  # a user's class, or a server, may raise anything
                 if name not in self._failed:
                     self._failed.add(name)
-                    log.warning("trainer.trackers: %s did not take step %d: %s", name, step, describe_raised(error))
+                    log.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
 
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
@@ -98,13 +99,18 @@ class Trackers:
         except TakesTooLong:
             raise ConfigError(f"trainer.trackers: {name} did not start within {FINISH_S:g} s") from None
         except Exception as error:  # a user's class may raise anything
-            raise ConfigError(f"trainer.trackers: {name} did not start: {describe_raised(error)}") from error
+            raise ConfigError(f"trainer.trackers: {name} did not start: {_describe(error)}") from error
         return tracker
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.__exit__(kind, error, trace)
+
+
+def _describe(error: Exception) -> str:
+    """Describe an error of a tracker, as of a server that does not answer, without what may be secret of its URL."""
+    return hide_secrets_within(describe_raised(error))
 
 
 class TakesTooLong(Exception):
@@ -159,7 +165,7 @@ def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., 
         except TakesTooLong:
             log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
         except Exception as error:  # a user's class, or a server, may raise anything
-            log.warning("trainer.trackers: %s was not closed: %s", name, describe_raised(error))
+            log.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
         caller.end()
 
     return close

@@ -117,9 +117,9 @@ def _advise_to_agree(config: Config, device: Device, n_unsampled: int) -> str:
     else:
         rows = ""
         if n_unsampled:
-            rows = f"the student's {n_unsampled} rows without a token are never sampled, and the trainer counts them; "
+            rows = f", but the student's rows without a token ({n_unsampled}), never sampled but trained on, may"
         other = "another rollout.engine shows whether this one computes the model right"
-        advice.append(f"no setting explains it: {rows}{other}")
+        advice.append(f"no setting explains it{rows}: {other}")
     return "; ".join(advice)
 
 

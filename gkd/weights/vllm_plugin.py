@@ -55,12 +55,12 @@ def find_gpu(entry: str) -> int:
     """
     from vllm.third_party import pynvml
 
-    if entry.isdigit():
+    with contextlib.suppress(ValueError):
         return int(entry)
     pynvml.nvmlInit()
     try:
-        device = pynvml.nvmlDeviceGetHandleByUUID(entry)
-        if entry.startswith("MIG-"):
+        device = pynvml.nvmlDeviceGetHandleByUUID(entry.strip())
+        if entry.strip().startswith("MIG-"):
             device = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
         return int(pynvml.nvmlDeviceGetIndex(device))
     finally:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from gkd.cli.compare import main
-from gkd.evaluation.comparison import group_by_score, read_all
+from gkd.cli.compare import main, show
+from gkd.evaluation.comparison import compare_all, group_by_score, read_all
 from gkd.evaluation.results import Results, read_results
 from gkd.evaluation.statistics import estimate
 from tests.error_text import contains_in_order
@@ -53,13 +55,27 @@ def test_a_baseline_has_its_score_on_the_questions_in_common_with_each_model(
     assert main([str(file) for file in (base, quick, full, other)]) == 0
     table = capsys.readouterr().out.splitlines()[:6]
     assert [line.split()[1:4] for line in table] == [
-        ["model", "questions", "accuracy"],
+        ["model", "n", "accuracy"],
         ["base", "4", "0.000"],
         ["quick", "4", "1.000"],
         ["base", "20", "0.800"],
         ["full", "20", "0.900"],
         ["other", "20", "0.800"],
     ]
+
+
+def test_no_figure_is_cut_in_a_narrow_terminal(tmp_path: Path) -> None:
+    name = "actor.lr=0.00001,trainer.seed=12"
+    files = [write(tmp_path, one, [float(i % k == 0) for i in range(70)]) for one, k in (("base", 2), (name, 3))]
+    quick = write(tmp_path, "quick", [1.0] * 5)
+    for extra in ([], [quick]):
+        file = io.StringIO()
+        out = Console(width=80, file=file, force_terminal=True, no_color=True)
+        show(compare_all(read_all([*files, *extra])), out)
+        text = file.getvalue()
+        assert "\u2026" not in text and re.search(
+            r"\([+-]\d\.\d{3} to [+-]\d\.\d{3}\) +0\.\d{4} +0\.\d{4} +\d+\b", text
+        )
 
 
 def test_p_values_are_corrected_for_the_number_of_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

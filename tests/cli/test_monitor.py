@@ -271,6 +271,9 @@ def test_a_finished_run_that_begins_again_is_waited_for(run: RunFiles) -> None:
     free = run.has_ended, progress_line(run)
     assert not held[0] and re.search(r"finished, 1 step; starting again\b", held[1])
     assert free[0] and free[1].endswith("finished, 1 step")
+    (run.path / "config.yaml").write_text("trainer:\n  total_steps: 77\n")
+    (run.path / "summary.json").unlink()
+    assert "step 1/77" in progress_line(run)
 
 
 def test_a_run_that_was_killed_is_not_waited_for(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_runs_are_compared_with_the_first_question_by_question(
         return file.getvalue()
 
     text = shown()
-    assert re.search(r"val +lr=2 +40 +1.000 +\+0.500 \(\+0.343 to \+0.657\) +< 0.0001 +< 0.0001", text)
+    assert re.search(r"val +lr=2 +1.000 +\+0.500 \(\+0.343 to \+0.657\) +< 0.0001 +< 0.0001", text)
     assert re.search(r"^val: lr=2 .*\baccuracy\b.* lr=1 \(p < 0\.0001, 40 ", text, re.MULTILINE)
     assert re.search(r"^val: lr=3 and lr=1 .* 40 ", text, re.MULTILINE)
     write_scores([SetScores("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")

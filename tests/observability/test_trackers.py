@@ -146,7 +146,7 @@ FAILING = """
 class Failing:
     def __init__(self, run): ...
     def log(self, step, metrics):
-        raise OSError(f"no route\\nto step {step}")
+        raise OSError(f"no route\\nto http://bob:hunter2@h:9/x?key=K1 step {step}")
     def close(self, failed):
         raise RuntimeError(f"not closed, failed={failed}")
 """
@@ -163,6 +163,7 @@ def test_what_a_users_tracker_raises_is_a_line_and_ends_nothing(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(ROWS)
     step, close = [record.getMessage() for record in caplog.records if record.name == "gkd"]  # each once
     assert contains_in_order(step, f"trainer.trackers: {failing} ", "step 0", "OSError: no route", "mine.py, line")
+    assert "http://h:9/x step" in step  # without what may be secret
     assert contains_in_order(close, f"trainer.trackers: {failing} ", "RuntimeError: not closed", "failed=False", "line")
 
 

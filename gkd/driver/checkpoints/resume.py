@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config import Config
+from gkd.config.endpoint import hide_secrets
 from gkd.config.output_files import BEST, METRICS, parse, read_best
 from gkd.config.overrides import flatten
 from gkd.config.paths import with_absolute_paths
@@ -176,4 +177,5 @@ def _is_of(key: str, names: tuple[str, ...]) -> bool:
 
 
 def _format(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
+    """Return a value for a message, of a URL without what may be secret."""
+    return f"{value:g}" if isinstance(value, float) else "null" if value is None else hide_secrets(str(value))

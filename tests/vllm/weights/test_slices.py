@@ -11,7 +11,7 @@ from gkd.weights import vllm_plugin
 
 
 @pytest.mark.parametrize(
-    ("visible", "capability"), [("MIG-b2", (8, 0)), ("MIG-a1", (9, 0)), ("GPU-b", (8, 0)), ("1,0", (8, 0))]
+    ("visible", "capability"), [("MIG-b2", (8, 0)), ("MIG-a1", (9, 0)), ("GPU-b", (8, 0)), (" 1,0", (8, 0))]
 )
 def test_a_slice_is_as_capable_as_its_gpu(
     visible: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
