@@ -140,8 +140,8 @@ def test_a_check_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pyt
 def test_what_needs_gpus_is_skipped_and_never_ok_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "run_check", lambda check, *_: Outcome(check.name, "ok"))
     for n_gpus, skipped in (
-        (0, ["mps"]),
-        (1, ["two_gpus", "shards"]),
+        (0, ["ranks_memory", "mps"]),
+        (1, ["two_gpus", "ranks_memory", "shards"]),
         (2, []),
     ):
         outcomes = [*acceptance.outcomes(CHECKS, 9, n_gpus, tmp_path, tmp_path)]
