@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.observability.progress import console
 
     out = console()
-
-    def report(text: str) -> None:
-        out.print(text, soft_wrap=True)
-
+    report = partial(out.print, soft_wrap=True)
     rows = compare_all(read_all(options.files, report), options.score, options.baseline, report)
     if options.json is not None:
         try:
@@ -59,9 +57,7 @@ def show_each_score(results: Sequence[Results], out: Console) -> None:
     """
     from gkd.evaluation.comparison import compare_all, group_by_score
 
-    def report(text: str) -> None:
-        out.print(text, soft_wrap=True)
-
+    report = partial(out.print, soft_wrap=True)
     for score, measured in group_by_score(results).items():
         out.print()
         try:
