@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.optim import Optimizer
 
 from gkd.actor.batches import AppliedUpdate, Metrics
@@ -56,6 +57,15 @@ class RankState:
         trainer, staging = self._trainer, self._staging
         part = part_of(self._optimizer, self._device, staging.updated)
         return RankSnapshot(part, trainer.old, trainer.reference, staging.applied, staging.rows, trainer.version)
+
+    def abort_collectives(self) -> None:
+        """Have this rank wait for no other any more. It is of no further use than to end, and to :meth:`keep` before.
+
+        Once kernels behind a collective fill CUDA's queue, the thread that adds to it keeps all others from calling
+        CUDA, also for copies on another stream. What comes out of a collective that was aborted reaches no weights.
+        """
+        self._staging.freeze()
+        _abort_process_group()
 
     def take_over(self, kept: RankSnapshot) -> None:
         """Go on with what the process before this one had."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.environment import environment
-from gkd.cluster.workers.group import Attend, Group, PendingCall, attend_until_done, gather, wait
+from gkd.cluster.workers.group import Attend, Group, PendingCall, attend_until_done, gather, is_done, wait
 from gkd.config import Config
 from gkd.errors import RunFailed
 
@@ -21,6 +21,8 @@ ANSWERS_S = 30.0
 """Time that a rank which is not hung takes to report which step its weights are of."""
 WHOLE_S = 10.0
 """Time that ranks have to come to the end of an optimizer step, and all of them to the same."""
+KEEP_S = 60.0
+"""Time that ranks have to hand on what they have while some of them wait for another one."""
 
 
 class ActorRanks:
@@ -73,6 +75,8 @@ class ActorRanks:
             with suppress(RunFailed):  # late, which is known to those who wait for it
                 wait(self._writing, self.config.trainer.save_timeout_s)
         kept = self.group.submit_control("state.keep", activity="handing on what the ranks have")
+        if not is_done(kept, min(KEEP_S, limit)):  # copies may be stuck behind kernels that wait for another rank
+            self.group.submit_control("state.abort_collectives", activity="aborting what the ranks wait in")
         wait(kept, limit)
         self.group = self._restart()
         gather([self.submit_build()], limit)

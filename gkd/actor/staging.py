@@ -30,10 +30,17 @@ class Staging:
         """Recorded when the weights were last changed, for copies on another stream."""
         self._part: Part | None = None
         self._writes = threading.Lock()
+        self._is_frozen = False
 
     def begin(self) -> None:
-        """Note that weights are about to change."""
+        """Note that weights are about to change. Raises RunFailed after :meth:`freeze`."""
+        if self._is_frozen:
+            raise RunFailed("the weights of this rank were handed on: they are not to change any more")
         self.applied = None
+
+    def freeze(self) -> None:
+        """Have the weights stay as they are, also where the gradient of another step comes."""
+        self._is_frozen = True
 
     def end(self, step: int, row: Metrics, final: bool) -> None:
         """Note that they are those after an update of ``step``, the ``final`` one or not, with the metrics ``row``."""

@@ -250,9 +250,9 @@ def wait(call: PendingCall, timeout_s: float) -> None:
             call.service.require_time()
 
 
-def is_done(call: PendingCall) -> bool:
-    """Return whether every worker has answered, or failed."""
-    return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0, fetch_local=False)[1]
+def is_done(call: PendingCall, timeout_s: float = 0.0) -> bool:
+    """Return whether every worker has answered, or failed, within ``timeout_s``."""
+    return not ray.wait(list(call.refs), num_returns=len(call.refs), timeout=timeout_s, fetch_local=False)[1]
 
 
 def is_any_done(call: PendingCall) -> bool:

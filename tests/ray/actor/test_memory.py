@@ -101,9 +101,17 @@ def two(local_ray: None, path: str) -> Iterator[ActorGroup]:
 
 
 def test_the_update_is_done_again_in_smaller_micro_batches_with_the_same_gradient(
-    two: ActorGroup, processes: dict[int, Ranks], path: str, caplog: pytest.LogCaptureFixture
+    two: ActorGroup,
+    processes: dict[int, Ranks],
+    path: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one of two ranks; two updates before memory runs out, so that there are moments, and two after it."""
+    """On one of two ranks; two updates before memory runs out, so that there are moments, and two after it.
+
+    What the other one waits in is aborted, as where it keeps it from handing on what it has.
+    """
+    monkeypatch.setattr("gkd.actor.ranks.KEEP_S", 0.0)
     batch, small = put(models.scored(200, k=4, lengths=(80, 100))), put(models.scored(8, k=4, lengths=(8, 9)))
     started = pids(two)
     two.update(small, 1)

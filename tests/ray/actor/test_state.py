@@ -180,6 +180,16 @@ def test_a_copy_that_an_update_came_into_is_none(monkeypatch: pytest.MonkeyPatch
         staging.write(optimizer, tmp_path / "one.safetensors")
 
 
+def test_weights_that_were_handed_on_change_no_more() -> None:
+    """What comes out of a collective that was aborted may look like a gradient."""
+    optimizer, staging = torch.optim.AdamW(torch.nn.Linear(3, 2).named_parameters()), Staging(torch.device("cpu"))
+    staging.set(AppliedUpdate(3))
+    staging.freeze()
+    with pytest.raises(RunFailed, match="handed on"):
+        staging.begin()
+    assert staging.copy(optimizer) == AppliedUpdate(3)
+
+
 def test_a_copy_is_written_in_the_middle_of_a_forward_pass(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -232,6 +242,7 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
     )
     actor = ActorGroup(ranks, config(), "", restart)
     monkeypatch.setattr("gkd.actor.ranks.wait", wait)
+    monkeypatch.setattr("gkd.actor.ranks.is_done", lambda *_: True)
     monkeypatch.setattr("gkd.actor.ranks.gather", lambda *_: None)
     monkeypatch.setattr(actor, "submit_build", lambda: None)
     monkeypatch.setattr(actor, "load", lambda: None)
