@@ -125,7 +125,7 @@ def _drive(
                 timeline.write()
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"
             _print_pace(config, output, run_log, requested, on_gpus)
-            if stop.reason is not None:
+            if stop.reason is not None and end.step < config.trainer.total_steps:
                 progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
                 note("stop", stop.reason, step=end.step)
         own = SetScores("val", 1, system.parts.validation.scores)
