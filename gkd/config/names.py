@@ -39,7 +39,7 @@ SAME: dict[str, str] = {
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.train_weights": "prompt_data_probs",
     "rollout.max_response_length": "data.max_response_length max_completion_length max_completion_tokens "
-    "max_new_tokens generate_max_len rollout_max_response_len response_length",
+    "max_new_tokens max_tokens generate_max_len rollout_max_response_len response_length",
     "data.max_prompt_length": "prompt_max_len rollout_max_prompt_len prompt_length",
     "rollout.n": "num_generations n_samples_per_prompt rollout_n group_size rollouts_per_example",
     "rollout.temperature": "rollout_temperature",
@@ -91,7 +91,7 @@ SAME: dict[str, str] = {
     "reward.weights": "reward_weights",
     "reward.functions": "reward_funcs rm_type",
     "trainer.total_steps": "max_steps total_training_steps num_rollout",
-    "trainer.val_every": "test_freq eval_steps eval_interval",
+    "trainer.val_every": "test_freq eval_steps eval_interval val_steps val_interval val_freq",
     "trainer.save_every": "save_freq save_steps save_interval",
     "trainer.keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num",
     "trainer.keep_best": "metric_for_best_model",
@@ -114,6 +114,10 @@ DIFFERENT: dict[str, str] = {
     "reward_model.path": "reward_model.model.path, with reward.functions=[reward_model]",
     "reward_model.enable": "reward.functions=[reward_model]",
     "bf16": "model.dtype=bfloat16",
+    "fp16": "model.dtype=bfloat16; float16 is not trained in",
+    "model_init_kwargs": "model.dtype and model.path, with the rest in the model's own files",
+    "teacher_model_init_kwargs": "model.dtype, teacher.quantization and teacher.max_model_len",
+    "chat_template_path": "model.path, whose tokenizer has the template, and data.chat_template_kwargs",
     "tokenizer_name_or_path": "model.path, whose tokenizer is taken",
     "dataset_name": "data.train_files and data.val_files: files, directories, or names in the local Hugging Face cache",
     "dataset_config": "data.train_files=[NAME:SUBSET:SPLIT]",
@@ -129,12 +133,17 @@ DIFFERENT: dict[str, str] = {
     "max_seq_length": "data.max_prompt_length and rollout.max_response_length, where answers are cut",
     "top_k": "rollout.top_k of the student's sampling; algorithm.loss.top_k of the teacher's distribution",
     "max_model_len": "data.max_prompt_length + rollout.max_response_length, which the engines are made for",
+    "enforce_eager": "rollout.enforce_eager, teacher.enforce_eager and reference.enforce_eager",
+    "max_num_seqs": "rollout.max_num_seqs, teacher.max_num_seqs and so for the other groups with engines",
+    "generation_kwargs": "settings of rollout: rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, "
+    "rollout.presence_penalty and rollout.stop",
     "use_vllm": "rollout.engine=vllm, the default; hf is transformers' generate",
     "vllm_num_engines": "rollout.n_gpus_per_node divided by rollout.tensor_parallel_size",
     "vllm_max_model_length": "data.max_prompt_length + rollout.max_response_length, which the engines are made for",
     "vllm_mode": "rollout.colocate_with=actor is TRL's colocate; without it the engines have GPUs of their own",
     "colocate_all_models": "placement=single_gpu, or rollout.colocate_with=actor",
     "colocate": "rollout.colocate_with=actor",
+    "lr_scheduler_kwargs": "actor.lr_decay, which ends at a tenth of actor.lr after trainer.total_steps",
     "warmup_ratio": "actor.warmup_steps, in steps",
     "lr_warmup_ratio": "actor.warmup_steps, in steps",
     "lr_warmup_steps_ratio": "actor.warmup_steps, in steps",
@@ -143,6 +152,8 @@ DIFFERENT: dict[str, str] = {
     "train_batch_size": "trainer.batch_size, prompts a step (verl's); actor.mini_batch_size, samples an update "
     "(OpenRLHF's)",
     "rollout_batch_size": "trainer.batch_size, prompts a step",
+    "steps_per_generation": "actor.mini_batch_size: with fewer samples than a step has, it takes several updates",
+    "per_device_eval_batch_size": "data.val_limit: how many prompts are validated on",
     "generation_batch_size": "trainer.batch_size, in prompts; TRL's is in samples",
     "per_device_train_batch_size": "trainer.batch_size, prompts a step over all devices; memory is bounded by "
     "actor.max_tokens_per_micro_batch",
@@ -152,6 +163,7 @@ DIFFERENT: dict[str, str] = {
     "ppo_micro_batch_size": "actor.max_tokens_per_micro_batch, in tokens",
     "ppo_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch, in tokens",
     "micro_train_batch_size": "actor.max_tokens_per_micro_batch, in tokens",
+    "param_offload": "cluster.offload between the phases of a step; actor.offload_weights within them, too",
     "use_dynamic_bsz": "actor.max_tokens_per_micro_batch; micro-batches are always made by tokens",
     "dp_replicate": "actor.fsdp_size, the GPUs of a copy",
     "data_parallel_replicate_degree": "actor.fsdp_size, the GPUs of a copy",
@@ -195,6 +207,7 @@ DIFFERENT: dict[str, str] = {
     "dynamic_filtering": "algorithm.dynamic_sampling.max_rounds above 1",
     "use_tis": "algorithm.importance_sampling.level=token",
     "enable_vllm_is_correction": "algorithm.importance_sampling.level=token",
+    "reward_manager": "reward.functions=[FILE.py:NAME], each a function of its own",
     "custom_reward_function.path": "reward.functions=[FILE.py:NAME]",
     "custom_reward_function.name": "reward.functions=[FILE.py:NAME]",
     "reward_kwargs": "reward.functions: parameters of your function with defaults are settings, in the section of its "
@@ -207,6 +220,11 @@ DIFFERENT: dict[str, str] = {
     "early_stopping_patience": "trainer.stop_early.patience, with trainer.stop_early.metric=val/accuracy",
     "early_stopping_threshold": "trainer.stop_early.min_delta, with trainer.stop_early.metric=val/accuracy",
     "load_best_model_at_end": "trainer.keep_best, whose best/ is a model",
+    "rollout_data_dir": "trainer.n_logged_samples, the file in trainer.output_dir",
+    "validation_data_dir": "trainer.n_logged_samples, the file in trainer.output_dir",
+    "save_strategy": "trainer.save_every, in steps, and trainer.save_minutes",
+    "eval_strategy": "trainer.val_every, in steps",
+    "resume_from_path": "trainer.resume=true, with trainer.output_dir",
     "resume_from_checkpoint": "trainer.resume=true, with trainer.output_dir",
     "resume_mode": "trainer.resume=auto, with trainer.output_dir",
     "load_checkpoint": "trainer.resume=true, with trainer.output_dir",
@@ -218,6 +236,35 @@ DIFFERENT: dict[str, str] = {
     "ray_init.num_cpus": "cluster.cpus_per_worker, of each worker",
 }
 """Names of other systems for what is a value, a remark or something else here."""
+
+ALWAYS: dict[str, str] = {
+    "max_num_batched_tokens": "the engine decides; rollout.max_num_seqs bounds what an engine works on at once",
+    "attn_implementation": "flash attention where sequences are packed, else sdpa, or eager where that lacks a part",
+    "use_remove_padding": "sequences are laid end to end, without padding, in every family that allows it",
+    "disable_dropout": "a model is trained with the dropout of its own files, which most often is none",
+    "shuffle": "prompts are shuffled anew whenever all were taken, as trainer.seed has it",
+    "dataloader_num_workers": "data is read and tokenized before the first step",
+    "remove_unused_columns": "a reward sees every column of its row",
+    "enable_chunked_prefill": "the engine decides",
+    "enable_prefix_caching": "prompts are always cached, and forgotten with their weights: schedule.recompute_cache",
+    "rollout.mode": "engines always sample asynchronously, with schedule.max_staleness ahead of the actor",
+    "balance_batch": "every rank has about as many tokens",
+    "ulysses_sequence_parallel_size": "sequences stay whole; room for long ones: actor.gradient_checkpointing",
+    "sequence_parallel_size": "sequences stay whole; room for long ones: actor.gradient_checkpointing",
+    "context_parallel_size": "sequences stay whole; room for long ones: actor.gradient_checkpointing",
+    "use_liger_loss": "no loss needs the logits of a whole batch at once, see actor.loss_chunk",
+    "gamma": "there is no critic, and no discount of rewards over tokens",
+    "lam": "there is no critic, and no discount of rewards over tokens",
+    "critic_warmup": "there is no critic: a group of samples is its own baseline (rollout.n)",
+    "top_entropy_quantile": "every sampled token counts, whatever its entropy",
+    "sync_ref_model": "the reference stays what it is",
+    "ref_model_mixup_alpha": "the reference stays what it is",
+    "ref_model_sync_steps": "the reference stays what it is",
+    "logging_steps": "every step is logged",
+    "val_before_train": "validation comes before the first step, too, on data.val_limit prompts at most",
+    "push_to_hub": "nothing is sent anywhere; model/ of trainer.output_dir is what others upload",
+}
+"""Names of other systems for what is no choice here: what is so instead."""
 
 EARLIER: dict[str, str] = {
     "share_with": "rollout.colocate_with, and so for the other groups",
@@ -251,5 +298,6 @@ EARLIER: dict[str, str] = {
 ELSEWHERE: dict[str, str] = {
     **{theirs: ours for ours, names in SAME.items() for theirs in names.split()},
     **DIFFERENT,
+    **ALWAYS,
     **EARLIER,
 }
