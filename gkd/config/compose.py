@@ -97,7 +97,7 @@ def compose_run(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a run. Raises ConfigError, also for settings that are of evaluations alone."""
     forget_edited()
     config = compose(overrides)
-    if config.evaluates or config.evaluate.sets:
+    if config.evaluates or config.evaluate != type(config.evaluate)():
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     return config
 

@@ -88,7 +88,7 @@ class Data(OpenSections):
     val_sets: dict[str, EvalSet] = Field(
         {}, description="further sets to validate on, by name, each with its own interval and sampling: val/NAME/*"
     )
-    val_limit: int = Field(256, ge=1, description="validation prompts used at most (verl: val_batch_size)")
+    val_limit: int = Field(256, ge=1, description="validation prompts used at most (verl: val_max_samples)")
     val_top_k: int = Field(
         512,
         ge=1,

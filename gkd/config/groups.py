@@ -254,7 +254,7 @@ class RewardModelModel(Settings):
     path: str | None = Field(
         None,
         description="directory or locally cached name of a sequence classification model with one output (verl: "
-        "reward_model.path; OpenRLHF: reward_pretrain)",
+        "reward_model.model_path; OpenRLHF: reward_pretrain)",
     )
 
 

@@ -210,8 +210,8 @@ class Algorithm(Settings):
     supervised_weight: float = Field(
         0.0,
         ge=0,
-        description="weight of the cross-entropy on the data's own answers, beside the distillation loss (TRL: "
-        "seq_kd, with on_policy_share below 1)",
+        description="weight of the cross-entropy on the data's own answers, beside the distillation loss, with "
+        "on_policy_share below 1",
     )
     aggregation: Aggregation = Field(
         "token_mean",

@@ -180,9 +180,21 @@ def _error(error: ValidationError) -> ConfigError:
     begin = re.match(r"\w+(\.\w+)*", message)
     if begin is not None and f"{key}.{begin[0]}" in settings():  # a section's own check begins with what is wrong in it
         return ConfigError(f"{key}.{message}")
+    if first["type"].startswith("greater_than"):
+        message += _explain_null(key)
     given = "null" if first["input"] is None else first["input"]
     shown = "" if isinstance(given, Mapping) else f"={given}"
     return ConfigError(f"{key}{shown}: {message}" if key else message)
+
+
+def _explain_null(key: str) -> str:
+    """Return what null means as the value of a setting, in brackets, for who gave what means that elsewhere (0, -1)."""
+    from gkd.config.describe import describe_all  # which needs every section's class
+
+    name = plain_name(key)
+    meaning = next((setting.meaning for setting in describe_all() if setting.name == name), "")
+    null = re.search(r"\bnull: [^;()]+", meaning)
+    return f" ({null[0].strip()})" if null else ""
 
 
 def _lower_first(message: str) -> str:

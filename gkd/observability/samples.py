@@ -22,7 +22,7 @@ DIGITS = 4
 
 
 class SampleLog:
-    """Writes ``trainer.n_logged_samples`` of each step, those of the first prompts.
+    """Writes ``trainer.n_logged_samples`` of each step, those of the first prompts, group by group.
 
     ``rewards`` are those of the functions, and ``reward`` is what is learned from, as in ``reward/mean``.
     The first ``trainer.n_logged_tokens`` response tokens have their log-probabilities in a row's ``tokens``:
@@ -38,7 +38,7 @@ class SampleLog:
 
     def write(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Fetch and write samples of a step."""
-        first = sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))[: self.n]
+        first = sorted(samples, key=lambda sample: (sample.prompt_id, sample.key))[: self.n]
         fetched = fetch_samples(first, FETCH_TIMEOUT_S)
         rows = [{"step": step, **self._row(sample, scored)} for sample, scored in zip(first, fetched, strict=True)]
         for row in rows:

@@ -114,7 +114,13 @@ def external_addresses(teacher: Teacher) -> list[str]:
         if entry.count(":") != 1:  # a name, an IPv4 or a bare IPv6 address
             host, colon, port = entry.strip(), "", ""
         address = f"tcp://{host}:{port}" if colon else endpoint(host, teacher.server_port)
-        host_of(address)
+        try:
+            host_of(address)
+        except ConfigError:
+            raise ConfigError(
+                f"teacher.server_ip={teacher.server_ip}: {entry.strip()!r} is neither HOST nor HOST:PORT of gkd "
+                "serve-teacher (vLLM's own server does not give what is learned from)"
+            ) from None
         addresses.append(address)
     return addresses
 

@@ -100,7 +100,7 @@ class ScoringClient:
                 silent = ", ".join(name for name, future in awaited.items() if not future.done())
                 raise ScorerUnavailable(
                     f"no answer from the {self._scorer} at {silent} within {timeout_s:g} s: it is not running, "
-                    "cannot be reached, or has another key"
+                    "cannot be reached, has another key, or is no gkd serve-teacher"
                 ) from None
         return welcomes
 

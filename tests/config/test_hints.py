@@ -105,6 +105,16 @@ def test_a_description_names_another_systems_term_where_it_is_another_word() -> 
         ("trainer.test_freq", "trainer.val_every"),
         ("trainer.experiment_name", "trainer.run_name"),
         ("custom_reward_function.path", "reward.functions"),
+        ("reward.reward_model.model_path", "reward_model.model.path"),
+        ("reward.reward_model.rollout.tensor_model_parallel_size", "reward_model.model.path"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "data.val_sets.NAME.samples"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_k", "data.val_sets.NAME.samples"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "actor.fsdp_size"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", "cluster.offload"),
+        ("algorithm.filter_groups.metric", "algorithm.dynamic_sampling.max_rounds"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len", "algorithm.overlong.buffer"),
+        ("algorithm.rollout_correction.rollout_rs", "algorithm.importance_sampling.level"),
+        ("data.val_max_samples", "data.val_limit"),
         # slime, OpenRLHF, prime-rl
         ("n-samples-per-prompt", "rollout.n"),
         ("eps_clip_high", "algorithm.policy.clip_high"),
@@ -124,6 +134,12 @@ def test_a_description_names_another_systems_term_where_it_is_another_word() -> 
 def test_a_hint_names_the_setting_that_is_meant(theirs: str, ours: str) -> None:
     text = hint(theirs, [*settings(), "recipe", "placement"])
     assert re.match(rf" \([\w ]+:? {re.escape(ours)}\b(?!\.)", text), text
+
+
+@pytest.mark.parametrize("theirs", ["logging_steps", "trainer.val_before_train", "actor_rollout_ref.actor.strategy"])
+def test_a_name_for_what_is_no_choice_is_answered_with_what_is_so(theirs: str) -> None:
+    answer = next(ALWAYS[own] for own in ALWAYS if theirs.endswith(own))
+    assert hint(theirs, settings()) == f" (here: {answer})"
 
 
 def test_a_setting_that_has_been_is_answered_with_one_that_is() -> None:

@@ -40,6 +40,13 @@ class Section(OpenSettings):
     name: str = "plain"
 
 
+@pytest.mark.parametrize("setting", ["evaluate.mode=single", "evaluate.output_dir=there"])
+def test_a_run_takes_no_settings_of_evaluations(setting: str) -> None:
+    compose_run(["+recipe=grpo"])
+    with pytest.raises(ConfigError, match="gkd evaluate"):
+        compose_run(["+recipe=grpo", setting])
+
+
 def test_a_class_takes_its_own_settings_with_their_defaults_and_checks() -> None:
     assert Section(name="scaled").class_settings().scale == 2.0
     assert Section.model_validate({"name": "scaled", "scale": 3.0}).class_settings().scale == 3.0

@@ -42,6 +42,21 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: ScoredSampl
     return row
 
 
+def test_groups_of_one_prompt_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a step has the end of an epoch and the beginning of the next one."""
+    monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda places, _: [scored()] * len(places))
+    batch = [
+        training_sample(key, prompt, index, n=key, version=4)
+        for key, (prompt, index) in enumerate([(3, 0), (3, 1), (1, 0), (1, 1), (3, 0), (3, 1)], 1)
+    ]
+    with JsonLines(tmp_path / "samples.jsonl") as file:
+        SampleLog(file, load({"trainer": {"n_logged_samples": 6}}), word_tokenizer()).write(5, batch)
+    rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert [(row["prompt_id"], row["index"], row["length"]) for row in rows] == [
+        (1, 0, 3), (1, 1, 4), (3, 0, 1), (3, 1, 2), (3, 0, 5), (3, 1, 6)
+    ]  # fmt: skip
+
+
 def test_tokens_have_the_log_probabilities_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = scored()
     row, tokenizer = written(tmp_path, monkeypatch, sample, 4), word_tokenizer()
