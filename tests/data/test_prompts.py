@@ -103,6 +103,8 @@ def test_the_assistants_last_turns_are_not_part_of_the_prompt(tmp_path: Path) ->
     turns = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
     (prompt,) = load(tmp_path, [{"chat": turns}], prompt_key="chat").prompts
     assert prompt.token_ids.tolist() == [USER, A, ASSISTANT, B, USER, C, ASSISTANT]
+    (again,) = load(tmp_path, [{"chat": [*turns, message("assistant", "a")]}], prompt_key="chat").prompts
+    assert again.token_ids.tolist() == prompt.token_ids.tolist()
 
 
 def test_a_template_writes_its_special_tokens_itself(tmp_path: Path) -> None:

@@ -97,6 +97,13 @@ def test_a_restored_stream_of_several_files_goes_on_exactly(
     assert ids(again, after, 2) == ids(stream, after, 2)
 
 
+def test_files_of_one_size_are_each_in_an_order_of_their_own() -> None:
+    stream = PromptStream(in_files(50, 50), 0, [1.0, 1.0])
+    drawn = [stream.prompt_at(index) for index in stream.draw(100)]
+    first, second = ([prompt.id % 50 for prompt in drawn if prompt.file == number] for number in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50)) and first != second
+
+
 def test_a_state_of_other_weights_is_refused() -> None:
     state = PromptStream(in_files(2, 2), 0, [1.0, 3.0]).state()
     with pytest.raises(ConfigError, match=r"weights=\[1.0, 3.0\], this run weights=None"):

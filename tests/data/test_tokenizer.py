@@ -225,6 +225,7 @@ def test_padded_vocabularies_are_the_same_tokenizer(good_model: Path, tmp_path: 
         ((*WORDS[:6], "x", "c", "d"), ("id 6", "'b'", "student", "'x'", "teacher")),
         ((*WORDS, "e"), ("id 9", "'e'", "teacher")),
         (WORDS[:-1], ("id 8", "'d'", "student")),
+        ((*WORDS[:7], "d", "c"), ("id 7", "'c'", "student", "'d'", "teacher")),  # the same words, of other ids
     ],
 )
 def test_different_tokenizers(

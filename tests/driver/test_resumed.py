@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +82,11 @@ def test_other_data_is_refused() -> None:
     own = fingerprint(prompts("1", 2, 3))
     assert own == fingerprint(prompts("1", 2, 3))
     assert len({own, fingerprint(prompts("1", 2, 4)), fingerprint(prompts("2", 2, 3)), fingerprint([])}) == 4
+    (prompt,), ids = prompts("1", 2, 3), np.array([5], dtype=np.int32)
+    changes: list[dict[str, Any]] = [
+        {"id": 1}, {"other_answers": ("2",)}, {"teacher": "math"}, {"answer_ids": ids}, {"teacher_ids": ids}
+    ]  # fmt: skip
+    assert len({own, *(fingerprint([replace(prompt, **change)]) for change in changes)}) == len(changes) + 1
     saved = SavedCheckpoint(Path("/step_1"), "end", RunState(), {}, "", "float32", {"train": own, "val": "0"}, {})
     require_same_data(saved, {"train": own, "val": "0"})
     with pytest.raises(ConfigError, match=r"data\.val_files .*/step_1\b"):
