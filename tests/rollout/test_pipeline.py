@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gkd.config import Config
+from gkd.config import Config, load
 from gkd.inference.requests import ScoreRequest, ScorerRejected
+from gkd.rewards.completion import Completion
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
@@ -97,6 +99,28 @@ def test_scorers_are_asked_in_the_order_of_training(
     pipeline.submit(replace(wanted, request=replace(wanted.request, order=3.5)))
     delivered.get(timeout=30)
     assert orders == [(3.5, 9)] * 2
+
+
+def test_a_reward_is_given_what_the_student_wrote_and_the_steps_of_the_oldest_weights(
+    tmp_path: Path, delivered: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completions: list[Completion] = []
+
+    def submit(completion: Completion) -> dict[str, Any]:
+        completions.append(completion)
+        return {}
+
+    pool = SimpleNamespace(submit=submit, submit_group=lambda group: [{} for _ in group], close=lambda: None)
+    monkeypatch.setattr("gkd.rollout.pipeline.RewardPool", lambda settings, temporary: pool)
+    word_tokenizer().save_pretrained(tmp_path)
+    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "trainer": {"total_steps": 9}})
+    pipeline = ScoringPipeline(config, str(tmp_path), 2, delivered.put)
+    pipeline.submit(sample(Scoring(rewards=True)))
+    ((training, _),) = delivered.get(timeout=30)
+    pipeline.close()
+    (own,) = completions
+    assert (own.step, own.total_steps) == (training.version, 9) == (4, 9)
+    assert (own.n_tokens, own.max_tokens, own.truncated) == (8, 16, True)
 
 
 def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline, delivered: queue.Queue[Any]) -> None:
