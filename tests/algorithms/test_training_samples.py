@@ -15,11 +15,11 @@ from gkd.algorithms.advantages import groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
 from gkd.algorithms.group_mean import GroupMean
 from gkd.algorithms.leave_one_out import LeaveOneOut
-from gkd.algorithms.training_samples import rewards_of, validation_rewards, with_advantages
+from gkd.algorithms.training_samples import require_fresh, rewards_of, validation_rewards, with_advantages
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
 from gkd.planning.layout import with_settings
-from gkd.types import TrainingSample
+from gkd.types import TrainingSample, VersionSpan
 from tests.samples import training_sample
 
 OWN = "tests.rewards.functions"
@@ -161,6 +161,17 @@ def test_held_out_rewards_are_compared_without_the_penalty_for_length() -> None:
     }
 
 
+def test_a_sample_is_as_old_as_its_oldest_token_and_as_new_as_its_newest() -> None:
+    """As of weights that came while it was sampled."""
+    settings = Config.model_validate({"schedule": {"max_staleness": 1, "in_flight": True}})
+    sample = replace(scored(0, 1.0), versions=(VersionSpan(4, 6, 4), VersionSpan(6, 9, 5)))
+    require_fresh(settings, [sample], 5)
+    with pytest.raises(RunFailed, match=r"version 5\b.* 4$"):
+        require_fresh(settings, [sample], 4)
+    with pytest.raises(RunFailed, match=r"version 4, 2 updates"):
+        require_fresh(settings, [sample], 6)
+
+
 def test_how_far_the_student_goes_for_each_reward() -> None:
     """KL a token of the samples that a reward puts above their group's mean, whichever those are."""
     rewards = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.2), ("ValueError: no", 0.4)]  # of two groups
@@ -174,6 +185,8 @@ def test_how_far_the_student_goes_for_each_reward() -> None:
     )  # the third is the only one of its group with a reward
     assert metrics["reward/length/kl"] == pytest.approx((1.0 + 3.0) / (5 + 10))
     of_three = config().model_copy(update={"rollout": config().rollout.model_copy(update={"n": 3})})
+    spread = [replace(scored(i, reward), kl_reference=kl) for i, (reward, kl) in enumerate([(0, 1), (0.5, 2), (1, 4)])]
+    assert with_advantages(of_three, spread)[1]["reward/accuracy/kl"] == pytest.approx(4 / 5)  # one is the mean itself
     equal = [replace(scored(i, 0.7, 0.7), kl_reference=1.0) for i in range(3)]  # their mean is 0.7 less a bit
     assert not any(name.endswith("/kl") for name in with_advantages(of_three, equal)[1])
     unknown = [replace(sample, kl_reference=None) for sample in batch]

@@ -214,13 +214,16 @@ def test_nothing_that_needs_a_policy_is_learned_from_the_datas_own_answers() -> 
     """Nobody sampled them, so no average over them is one over the policy's tokens."""
     micro, logits = a_batch()
     a, b = micro.bounds.tolist()[1:3]
-    how = {"name": "on_policy_distill", "kl": {"coef": 0.2}, "importance_sampling": {"level": "token"}}
+    how: dict[str, Any] = {"name": "on_policy_distill", "kl": {"coef": 0.2}, "importance_sampling": {"level": "token"}}
     micro.sampler_logprobs[a:b] = torch.nan
     total, slope = loss_and_slope(micro, logits, **how)
     distilled, first = loss_and_slope(micro, logits, name="on_policy_distill")
     assert math.isfinite(total) and total != pytest.approx(distilled, rel=1e-6)
     torch.testing.assert_close(slope[a:b], first[a:b], rtol=0, atol=0)
     assert not torch.allclose(slope[:a], first[:a])
+    _, measured = objective(micro, Algorithm(**how), Rollout(), chunk=5)(logits, lambda x: x)
+    for name in ("actor/importance_weight", "actor/kl_reference"):  # means over what the student sampled
+        assert not measured.sums[name][a:b].any() and measured.sums[name][:a].all()
 
 
 def test_the_mask_of_far_sequences_looks_at_what_the_engine_said() -> None:
