@@ -16,6 +16,7 @@ from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
 from gkd.config.compose import compose
+from gkd.losses.objective import GIVEN, SAMPLED
 from gkd.planning.layout import with_settings
 from gkd.types import TrainingSample, VersionSpan
 from tests.actor import models
@@ -77,6 +78,16 @@ def test_what_no_token_is_of_is_left_out_of_several_micro_batches(version: int, 
     names = {f"{kept}{name}" for name in ("kl", "is_ratio_mean", "is_ratio_max")}
     assert row.keys() == {SHARE, *names}
     assert [row[name] for name in names] == pytest.approx([1.5] * 3)
+
+
+def test_the_share_of_stale_tokens_is_of_those_that_were_sampled() -> None:
+    """The data's own answers are of no age, whatever weights they count as sampled from."""
+    stale, sampled = torch.tensor([True, True, False, False]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    ratio = torch.full((4,), 1.5)
+    sums = {"mismatch/kl": ratio, "mismatch/is_ratio_mean": ratio, SAMPLED: sampled, GIVEN: 1 - sampled}
+    split, largest = split_by_age(sums, {}, stale)
+    row = {name: float(values.mean()) for name, values in split.items()} | {n: float(v) for n, v in largest.items()}
+    assert compute_means(row)[SHARE] == pytest.approx(0.5)
 
 
 def test_an_empty_micro_batch_has_no_tokens_of_any_age() -> None:

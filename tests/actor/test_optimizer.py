@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,11 +15,52 @@ import pytest
 import torch
 
 from gkd.actor import optimizer as own
-from gkd.actor.optimizer import HostAdamW, adamw
+from gkd.actor import training
+from gkd.actor.loading import load
+from gkd.actor.optimizer import HostAdamW, adamw, learning_rate
+from gkd.actor.staging import Staging
 from gkd.actor.state import move, part_of, put_part
+from gkd.actor.training import RankTrainer
 from gkd.config import Actor
+from gkd.config.compose import compose
 from gkd.errors import RunFailed
+from tests.actor import models
 from tests.families import make as make_family
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [
+        ("constant", [0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4]),
+        ("linear", [0.1, 0.2, 0.3, 0.4, 0.4, 0.31, 0.22, 0.13]),
+        ("cosine", [0.1, 0.2, 0.3, 0.4, 0.4, 0.3472792206, 0.22, 0.0927207794]),
+    ],
+)
+def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth_of_it_after_the_last_step(
+    decay: str, rates: list[float]
+) -> None:
+    settings = Actor.model_validate({"lr": 0.4, "warmup_steps": 4, "lr_decay": decay})
+    assert [learning_rate(settings, step, 8) for step in range(8)] == pytest.approx(rates)
+    assert learning_rate(settings, 8, 8) == pytest.approx(0.4 if decay == "constant" else 0.04)
+    at_once = settings.model_copy(update={"warmup_steps": 0})
+    assert learning_rate(at_once, 0, 8) == pytest.approx(0.4)
+
+
+def test_a_step_is_made_at_its_own_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models.make("llama").save_pretrained(tmp_path)
+    settings = ["actor.lr=0.1", "actor.warmup_steps=2", "actor.lr_decay=linear", "trainer.total_steps=4"]
+    config, cpu = compose(["+recipe=on_policy_distill", *settings]), torch.device("cpu")
+    scored = models.scored(2, models.VOCAB)
+    monkeypatch.setattr(training, "fetch_samples", lambda *_: scored)
+    samples = [models.on_driver("ref", i, one) for i, one in enumerate(scored)]
+    student, n = load(tmp_path), sum(sample.n_sampled for sample in samples)
+    optimizer = adamw(student, config.actor)
+    trainer = RankTrainer(student, optimizer, Staging(cpu), config, 0, 1, cpu)
+    rates = []
+    for step in range(1, 5):
+        trainer.update(samples, [1.0 / n] * 2, n, step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.055])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -18,6 +18,7 @@ from gkd.algorithms.aggregation import token_weights
 from gkd.config import Algorithm, Loss, Rollout
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
+from gkd.losses.targets import check_targets
 from gkd.modeling import attention
 from gkd.types import ScoredSample
 from tests.actor import models
@@ -52,6 +53,14 @@ def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> 
     assert torch.equal(micro.token_ids[micro.rows + 1], response.long())  # each row predicts its response token
     last = micro.cu_seqlens[1:].long() - 1
     assert not torch.isin(micro.rows, last).any()  # what follows the last token of a sequence is never predicted
+
+
+def test_rows_of_the_student_that_a_whole_teacher_lacks_are_next_to_impossible() -> None:
+    """A teacher that gave every token it has sends no tail."""
+    targets = micro_batch(models.scored(3)).targets
+    assert targets is not None and targets.tail_logprobs is not None
+    assert float(targets.tail_logprobs.exp().max()) < 1e-6
+    check_targets(models.VOCAB + 64, targets)
 
 
 @given(st.integers(0, 60))
