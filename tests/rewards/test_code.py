@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 
-from gkd.rewards.code import program_of, read_tests
+from gkd.rewards.code import Code, passes, program_of, read_tests
+from gkd.rewards.completion import Completion
 
 
 def test_the_last_python_block_is_the_program() -> None:
@@ -63,3 +65,43 @@ def test_a_test_with_a_helper_of_that_name_is_left_as_it_is(use: str) -> None:
 def test_what_is_no_test(column: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_tests(column)
+
+
+class PlayedSandbox:
+    """Ends every program with the output "2", after four seconds."""
+
+    limits: list[float]
+
+    def __init__(self, clock: list[float], code: int = 0) -> None:
+        self.clock, self.code, self.limits = clock, code, []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, program: str, stdin: str, timeout_s: float, name: str = "") -> Any:
+        self.limits.append(timeout_s)
+        self.clock[0] += 4.0
+        return SimpleNamespace(code=self.code, output="2\n")
+
+
+def test_a_program_that_fails_after_its_output_passes_nothing() -> None:
+    for code, passed in ((0, True), (1, False), (-9, False)):
+        sandbox: Any = PlayedSandbox([0.0], code)
+        assert passes("print(2)", ("1", "2"), sandbox, 1.0) == passed
+
+
+@pytest.mark.parametrize(("partial", "reward"), [(False, 0.0), (True, 0.5)])
+def test_all_tests_of_a_response_have_the_time_together(
+    partial: bool, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    sandbox = PlayedSandbox(clock)
+    monkeypatch.setattr("gkd.rewards.code.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("gkd.rewards.code.network_can_be_cut", lambda: True)
+    monkeypatch.setattr("gkd.rewards.code.Sandbox", lambda memory_mb, offline: sandbox)
+    tests = {"inputs": ["1"] * 4, "outputs": ["2"] * 4}
+    completion = Completion("", "print(2)", None, 5, 10, False, columns={"tests": tests})
+    assert Code(Code.Config(timeout_s=6.0, partial=partial))(completion) == reward
+    assert sandbox.limits == [6.0, 2.0]  # the third would begin after the time is over

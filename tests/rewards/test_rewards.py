@@ -54,6 +54,19 @@ def test_accuracy() -> None:
         value("accuracy", make_completion("4", answer=None))
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "right"),
+    [
+        ("3 million", "3000000", 1.0),
+        ("3 hundred million", "300,000,000", 1.0),
+        ("3 hundred million", "3 million", 0.0),
+        ("$3 hundred thousand", "300000", 1.0),
+    ],
+)
+def test_numbers_in_words(response: str, answer: str, right: float) -> None:
+    assert value("accuracy", make_completion(f"#### {response}", answer=answer)) == right
+
+
 def test_a_response_that_is_cut_in_reasoning_which_its_prompt_began_has_no_answer() -> None:
     """As templates of models that always think end with <think>."""
     for response, right in (("so \\boxed{4}", 0.0), ("so 5</think>\\boxed{4}", 1.0), ("so 4</think>", 0.0)):
