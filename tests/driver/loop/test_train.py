@@ -202,6 +202,18 @@ def test_sets_have_intervals_of_their_own_and_the_last_figures_of_each_stay(tmp_
     assert [row.get("val/hard/accuracy") for row in run.rows()] == [0.01, 0.02, None]
 
 
+def test_a_figure_that_the_last_validation_lacks_is_not_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the share of failed rewards, which is measured where some failed."""
+    run, failed = Played(tmp_path), {"val/reward/accuracy/failed": 0.5}
+    monkeypatch.setattr(
+        run, "measure", lambda version: {"val/accuracy": 0.1 * version} | (failed if version == 2 else {})
+    )
+    assert run.run(RunState()) == pytest.approx({"val/accuracy": 0.3})
+    assert [row.get(*failed) for row in run.rows()] == [None, 0.5, None]
+
+
 def test_a_run_that_does_not_get_better_ends_with_every_figure_and_goes_on_to_nothing(tmp_path: Path) -> None:
     stop = {"metric": "val/hard/accuracy", "patience": 1, "min_delta": 0.01}
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/hard/accuracy": 0.0}\n')
@@ -345,6 +357,7 @@ def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between
         (None, {"wait": 5.0, "update": 2.0}),  # of one chunk
         (4.5, {"wait": 2.5, "update": 4.5, "overlap": 2.5}),
         (1.5, {"wait": 5.0, "update": 2.0, "overlap": 0.0}),  # all of it after the last sample
+        (8.0, {"wait": 0.0, "update": 7.0, "overlap": 5.0}),  # by its own clock longer than there was time for
     ],
 )
 def test_what_the_actor_computes_before_the_batch_is_complete_is_no_wait(

@@ -48,6 +48,7 @@ def test_the_student_is_written_when_it_is_better_than_ever(tmp_path: Path) -> N
     assert json.loads((tmp_path / "best.json").read_text()) == {"metric": "val/hard/accuracy", "value": 0.5, "step": 5}
     assert looked(BestModel("val/hard/accuracy", tmp_path), actor, [0.45, 0.6], first=7) == [8]  # the run goes on
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best.json"]
+    assert looked(BestModel("val/accuracy", tmp_path), actor, [0.1, 0.05], first=9) == [9]  # by another figure
 
 
 def test_a_link_to_another_place_stays_and_the_student_is_written_there(tmp_path: Path) -> None:

@@ -141,13 +141,16 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
         reward = {"functions": ["accuracy"]} if name == "grpo" else {}
         config = load({"algorithm": {"name": name, **training}, "rollout": {"n": 2}, "reward": reward,
                        "data": {"val_top_k": 5}})  # fmt: skip
-        engines, held_out = Engines(config), SimpleNamespace(prompts=prompts(None))
+        engines, held_out = Engines(config), SimpleNamespace(prompts=prompts(None, None))
         inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
         actor = SimpleNamespace(evaluate=lambda samples: {"distill/reverse_kl": 0.5})
-        metrics = Validation(config, inputs, engines, actor, {"teacher": None}).run()  # type: ignore[arg-type, dict-item]
-        assert metrics["val/reverse_kl"] == 0.5
-        (request,) = engines.calls[0]
-        assert request.scoring == Scoring(5) and request.sampling.temperature == 1.0
+        validation = Validation(config, inputs, engines, actor, {"teacher": None})  # type: ignore[arg-type, dict-item]
+        assert validation.run()["val/reverse_kl"] == 0.5
+        assert all(r.scoring == Scoring(5) and r.sampling.temperature == 1.0 for r in engines.calls[0])
+        seeds = [r.seed for r in engines.calls[0]]
+        n_calls = len(engines.calls)
+        validation.run()
+        assert len(set(seeds)) == 2 and [r.seed for r in engines.calls[n_calls]] == seeds  # at every validation
 
 
 def test_replicas_are_watched_while_the_teacher_answers(monkeypatch: pytest.MonkeyPatch) -> None:
