@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from gkd.config import Rollout
 from gkd.config import load as load_config
 from gkd.config.eval_set import EvalSet
 from gkd.errors import ConfigError
 from gkd.evaluation.plan import measurements
-from gkd.evaluation.questions import Questions, load_questions
+from gkd.evaluation.questions import Questions, load_questions, sampling_of
 from tests.data.models import TEMPLATE, save_model, word_tokenizer
 
 ROWS = [
@@ -55,7 +56,15 @@ def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) ->
         (3, "2", 2),
     ]
     assert questions.questions[0].row["documents"] == ["d"]
-    assert len(load(tmp_path, ROWS, limit=2).questions) == 2
+    few = load(tmp_path, ROWS, limit=2)
+    assert len(few.questions) == 2
+    both = [load_questions("letters", few.settings, word_tokenizer(template=TEMPLATE), 5, limit) for limit in (1, 3)]
+    assert [len(own.questions) for own in both] == [1, 2]  # the lower of both limits
+
+
+def test_a_set_ends_answers_as_the_run_does_unless_it_says_how() -> None:
+    rollout, sets = Rollout(stop=["END"]), (EvalSet(files=["x"], stop=stop) for stop in (None, [], ["\n"]))
+    assert [sampling_of(rollout, own).stop for own in sets] == [("END",), (), ("\n",)]
 
 
 @pytest.mark.parametrize(

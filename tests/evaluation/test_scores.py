@@ -30,6 +30,12 @@ def test_one_of_four_is_right() -> None:
     assert scores == pytest.approx(expected)
 
 
+def test_a_reward_that_failed_on_some_answers_is_the_mean_of_the_others() -> None:
+    answers = sampled("72", "71", "70", "69")
+    answers[0] = replace(answers[0], rewards={})
+    assert scores_of_question(question("72"), SETTINGS, answers)["reward/format"] == pytest.approx(2.0)
+
+
 def test_a_single_sample_has_accuracy_and_the_pass_k_that_is_named_and_without_answers_there_is_none() -> None:
     one = EvalSet(files=["x"], answer_key="answer")
     assert set(scores_of_question(question("72"), one, sampled("72"))) >= {"accuracy"}
