@@ -47,6 +47,14 @@ def test_a_step_stays_every_so_often_and_every_validation(
     ]
 
 
+def test_the_time_left_is_by_the_steps_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which warms caches up, and was not begun when the clock was read first."""
+    lines = [line.split("  ") for line in printed(False, 40, monkeypatch) if line.startswith("step ")]
+    left = {parts[0]: parts[-1] for parts in lines if parts[-1].endswith(" left")}
+    assert "step 1/40" not in left and len(left) == len(lines) - 1
+    assert (left["step 4/40"], left["step 37/40"], left["step 40/40"]) == ("2:24 left", "0:12 left", "0:00 left")
+
+
 def test_a_set_with_an_interval_of_its_own_changes_since_its_own_last_validation() -> None:
     file = io.StringIO()
     progress = Progress(Console(file=file, width=100), 30)

@@ -81,6 +81,24 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.M
     assert own["tokens"].keys() == {"text", "teacher"} and len(own["tokens"]["text"]) == N
 
 
+def test_samples_of_the_first_prompts_are_kept_with_their_own_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their order in the batch, so that steps over the same prompts can be compared."""
+    responses = {(prompt, index): scored() for prompt in (2, 5, 9) for index in (0, 1)}
+    for number, own in enumerate(responses.values()):
+        own.sample.token_ids[2:] = number
+    monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda its, *_: [s.ref for s in its])
+    places = [(9, 0), (5, 1), (2, 1), (9, 1), (2, 0), (5, 0)]
+    samples = [training_sample(i, *place, n=N, ref=responses[place]) for i, place in enumerate(places)]
+    with JsonLines(tmp_path / "samples.jsonl") as file:
+        SampleLog(file, load({"trainer": {"n_logged_samples": 3}}), word_tokenizer()).write(5, samples)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["prompt_id"], row["index"]) for row in rows] == [(2, 0), (2, 1), (5, 0)]
+    decode = word_tokenizer().decode
+    assert [row["response"] for row in rows] == [decode([n] * N, skip_special_tokens=True) for n in range(3)]
+
+
 def test_the_reward_is_the_one_that_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda samples, *_: [scored()] * len(samples))
     config = load({
