@@ -83,6 +83,7 @@ def test_a_range_holds_on_every_node():
     reports = [report("actor", 0, 2), report("actor", 1, 3, node="10.0.0.2")]
     (line,) = faults(reports, {"actor": [[2]]})
     assert contains_in_order(line, "actor", "2", "3", "10.0.0.2")
+    assert faults([reports[0], report("actor", 1, 2, "GPU-x", node="10.0.0.2")], {"actor": [[2]]}) == []
 
 
 def test_each_node_has_a_range_of_its_own():

@@ -263,6 +263,11 @@ def test_a_thousand_nodes_are_no_trouble():
             "nearest that fits: rollout.n_gpus_per_node=4 rollout.nnodes=2",
         ),
         (
+            [pool("rollout", 8, nnodes=5, tp=4)],
+            [*(node(name, 6) for name in "abcd"), node("e", 2)],
+            "nearest that fits: rollout.n_gpus_per_node=4 rollout.nnodes=4",
+        ),
+        (
             [pool("rollout", 4, gpus=(6, 7, 8, 9))],
             [node("a", 8)],
             "rollout.gpus=6-9 is beyond this cluster: a node has the GPUs 0-7; "
@@ -285,6 +290,7 @@ def test_a_thousand_nodes_are_no_trouble():
             "4 GPUs and 4 CPUs (cluster.cpus_per_worker=1); this cluster has 2 CPUs on 1 node; "
             "nearest that fits: cluster.cpus_per_worker=0.5",
         ),
+        (usual(1, 1, 1), [node("a", 8, cpus=2)], "nearest that fits: cluster.cpus_per_worker=0.66"),
         (
             usual(1, 1, 9),
             [node("a", 4, cpus=2)],

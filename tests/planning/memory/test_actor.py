@@ -21,6 +21,7 @@ from gkd.planning.memory.actor import (
     MicroBatchSize,
     Training,
     adapter_weights,
+    checkpoint_bytes,
     logit_bytes,
     peak_items,
     saved_activations,
@@ -209,7 +210,10 @@ def test_adapters_are_counted_exactly(name: str, targets: str | None) -> None:
     run = run_of(GRPO, lora={"r": 3, "target_modules": targets or some})
     student = student_of(MODELS[name], run)
     counted = sum(count * w.size for count, w in adapter_weights(shape_of(MODELS[name].to_dict()), run.actor.lora))
-    assert counted == sum(p.numel() for p in student.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    assert counted == trained
+    saved = checkpoint_bytes(shape_of(MODELS[name].to_dict()), Training(run, 1, 2, on_cpu=False))
+    assert saved == 3 * 4 * trained  # they and both of their moments, in float32
 
 
 def test_what_autograd_saves_is_counted_to_a_percent() -> None:
