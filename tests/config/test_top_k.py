@@ -39,3 +39,8 @@ def test_what_the_teacher_may_not_be_asked_for_is_named() -> None:
     assert top_k_for_validation(config, 64) == 64
     with pytest.raises(ConfigError, match=r"data\.val_top_k=100 needs 100 .*teacher\.max_top_k=64"):
         top_k_for_validation(config, 1000)
+    for top_k, setting in ((None, r"top_k=null \(full vocabulary\)"), (65, "top_k=65")):
+        config = load({"teacher": {"max_top_k": 64}, "algorithm": {"loss": {"top_k": top_k}}})
+        assert required_top_k(config, 64) == 64
+        with pytest.raises(ConfigError, match=rf"algorithm\.loss\.{setting} needs .*teacher\.max_top_k=64"):
+            required_top_k(config, 1000)

@@ -6,7 +6,9 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,8 @@ from gkd.inference.requests import ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
 from gkd.scoring.client import ScoringClient
-from gkd.scoring.dispatch import Dispatcher
+from gkd.scoring.dispatch import Dispatcher, RetryPolicy
+from gkd.scoring.replica import PendingRequest
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Process, Running, a_score
@@ -333,3 +336,18 @@ def test_what_a_replica_says_besides_is_void_once_it_is_out(monkeypatch: pytest.
     monkeypatch.setattr(dispatcher, "_handle", handle)
     dispatcher._receive(replica)
     assert handled == [b"first"]
+
+
+def test_a_replica_that_was_too_busy_costs_no_attempt() -> None:
+    """Or a request that it fails at later would have none left."""
+    pending = PendingRequest(1, a_score(), Future(), 0.0)
+    dispatcher: Any = object.__new__(Dispatcher)
+    dispatcher._retry_policy, dispatcher.counts = RetryPolicy(60.0, max_attempts=2, heartbeat_s=1.0), Counter()
+    dispatcher._pending, dispatcher._waiting = {1: pending}, []
+    replica: Any = SimpleNamespace(address="tcp://here", outstanding={}, abandoned=set(), busy_until=0.0)
+    dispatcher.replicas = [replica]
+    for code in ("busy", "busy", "busy", "engine"):
+        replica.outstanding[1], pending.replica, pending.attempts = pending, replica, pending.attempts + 1
+        dispatcher._accept_error(replica, wire.Error(1, code, ""))
+        assert dispatcher._waiting.pop() is pending and not replica.outstanding
+    assert pending.attempts == dispatcher.counts["retried"] == 1 and not pending.future.done()

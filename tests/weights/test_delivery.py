@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from gkd.errors import RunFailed
-from gkd.weights.delivery import Arrivals, Push
-from gkd.weights.transfer import Bucket
+from gkd.weights.delivery import Arrivals, Delivery, Destination, Push
+from gkd.weights.transfer import IN_FLIGHT, Bucket
 
 
 def bucket(number: int, n: int, rank: int = 0) -> Bucket:
@@ -75,3 +78,25 @@ def test_a_bucket_that_does_not_come_has_a_deadline() -> None:
         arrivals.load(bucket(1, 3), 1, lambda whole: None)
     with pytest.raises(RunFailed, match=r"version 7$"):
         arrivals.wait()
+
+
+def test_no_more_buckets_are_on_their_way_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those that are packed meanwhile; Ray is played by a list of the calls that were waited for."""
+    n, loaded = 5, list[tuple[int, int]]()
+
+    def wait_for(call: tuple[int, int], timeout: float) -> int:
+        loaded.append(call)
+        return 7
+
+    def worker(engine: int) -> Any:
+        return SimpleNamespace(load_bucket=SimpleNamespace(remote=lambda push, bucket, _: (bucket.number, engine)))
+
+    monkeypatch.setattr(ray, "get", wait_for)
+    delivery = Delivery(Push(1, 7, 20.0), [Destination(engine, worker(engine), 1) for engine in (0, 3)])
+    for number in range(n):
+        delivery.make_room()
+        delivery.send(bucket(number, n))
+        assert number + 1 - len(loaded) // 2 <= IN_FLIGHT
+    delivery.make_room(0)
+    assert loaded == [(number, engine) for number in range(n) for engine in (0, 3)]
+    assert delivery.served == {0: 7, 3: 7} and not delivery.lost
