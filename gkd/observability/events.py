@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from gkd.cluster.session.shutdown import received_signal
@@ -79,13 +78,11 @@ class Events(logging.Handler):
         _entered.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         signalled = received_signal() if isinstance(error, SystemExit) else None  # which a call into Ray makes 0 or 1
         how = "finished" if error is None else describe_error(signalled or error)
         last = max(0, self.step - (error is None))  # of a run that has finished none is under way
         note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", step=last, failed=kind is not None)
         log.removeHandler(self)
         _entered.remove(self)
-        self._lines.__exit__(kind, error, trace)
+        self._lines.__exit__()

@@ -8,8 +8,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gkd.cluster.session.shutdown import abandon
@@ -83,7 +83,7 @@ class Trackers:
                         raise
                     log.warning("%s; the run goes on without it", error)
                     continue
-                started.push(_make_closer(name, tracker, caller))
+                started.push(partial(_close, name, tracker, caller))
                 self._started[name] = tracker, caller
             self._open = started.pop_all()
         return self
@@ -102,10 +102,8 @@ class Trackers:
             raise ConfigError(f"trainer.trackers: {name} did not start: {_describe(error)}") from error
         return tracker
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
 
 def _describe(error: Exception) -> str:
@@ -154,21 +152,17 @@ class _Caller:
                 end.put((None, RuntimeError(describe_raised(error))))
 
 
-def _make_closer(name: str, tracker: Tracker, caller: _Caller) -> Callable[..., None]:
-    """Return what closes a tracker when the run leaves it, in bounded time. What it raises is a warning."""
-
-    def close(kind: type[BaseException] | None, *_: object) -> None:
-        if caller.stuck:
-            return
-        try:
-            caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
-        except TakesTooLong:
-            log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
-        except Exception as error:  # a user's class, or a server, may raise anything
-            log.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
-        caller.end()
-
-    return close
+def _close(name: str, tracker: Tracker, caller: _Caller, kind: type[BaseException] | None, *_: object) -> None:
+    """Close a tracker when the run leaves it, by an error of this ``kind`` or by none. What it raises is a warning."""
+    if caller.stuck:
+        return
+    try:
+        caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
+    except TakesTooLong:
+        log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
+    except Exception as error:  # a user's class, or a server, may raise anything
+        log.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
+    caller.end()
 
 
 class MetricsLog(JsonLines):
