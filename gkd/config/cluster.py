@@ -54,11 +54,6 @@ class Weights(OpenSettings):
     )
 
     @property
-    def transfer_is_auto(self) -> bool:
-        """Whether the placement decides the transfer."""
-        return self.transfer == "auto"
-
-    @property
     def transfer_class(self) -> Any:
         """The class of the transfer; for ``auto``, before the placement decides it, the one that works everywhere."""
         return self.selected_class
@@ -100,13 +95,3 @@ class Cluster(Settings):
         3, ge=0, description="times each engine, and each replica of a scorer, that dies or hangs is started again on "
         "its GPU while the run goes on; 0: others do its work, and the last one ends the run, see trainer.restarts"
     )  # fmt: skip
-
-    @property
-    def simulate_gpus_is_auto(self) -> bool:
-        """Whether the machine decides if GPUs are simulated, and the layout how many."""
-        return self.simulate_gpus == "auto"
-
-    @property
-    def offload_is_auto(self) -> bool:
-        """Whether memory decides if actor and engines leave their GPUs to each other."""
-        return self.offload == "auto"

@@ -169,11 +169,6 @@ class Scorer(ScoringPool, Engine, EngineSection):
     )
 
     @property
-    def engine_is_auto(self) -> bool:
-        """Whether the model decides the engine."""
-        return self.engine == "auto"
-
-    @property
     def engine_class(self) -> Any:
         """The class of the engines; of ``auto`` the one for most models."""
         return self.registry.load(self.engine_for(lambda: True))
@@ -184,7 +179,7 @@ class Scorer(ScoringPool, Engine, EngineSection):
         An engine over several GPUs, or with weights that it quantizes, is vLLM's. On one, ``torch_is_better`` states of
         the model whether torch scores it; only then is that called.
         """
-        if not self.engine_is_auto:
+        if self.engine != "auto":
             return self.engine
         alone = self.tensor_parallel_size == 1 and self.quantization is None
         return "torch" if alone and torch_is_better() else "vllm"

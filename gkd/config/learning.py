@@ -152,11 +152,6 @@ class ImportanceSampling(Settings):
         "rollout_is_threshold; slime: tis_clip)",
     )
 
-    @property
-    def level_is_auto(self) -> bool:
-        """Whether the device and the schedule decide the level."""
-        return self.level == "auto"
-
 
 class DynamicSampling(Settings):
     """DAPO's: leave out groups whose rewards are all equal, and sample more until the batch is full."""

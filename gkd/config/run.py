@@ -156,7 +156,7 @@ class Config(Settings):
     def algorithm_on(self, device: Device) -> Algorithm:
         """Return ``algorithm`` with ``importance_sampling.level`` decided for models that compute on ``device``."""
         algorithm, lora = self.algorithm, self.actor.lora
-        if not algorithm.importance_sampling.level_is_auto:
+        if algorithm.importance_sampling.level != "auto":
             return algorithm
         differ = self.model.dtype_on(device) != "float32" or lora.quantize is not None or lora.dropout > 0
         differ = differ or self.schedule.max_staleness > 0

@@ -37,7 +37,7 @@ def choose_transfer(weights: Weights, engine: Rollout, actor: Sequence[Place], r
     GPUs. Raises ConfigError for a transfer that cannot work there.
     """
     find_obstacle = partial(_find_obstacle, weights=weights, engine=engine, actor=actor, rollout=rollout)
-    if weights.transfer_is_auto:  # nothing else is looked at, such as packages that others need
+    if weights.transfer == "auto":  # nothing else is looked at, such as packages that others need
         automatic = (name for name in TRANSFERS.entries if TRANSFERS.load(name).automatic)
         return next(name for name in automatic if find_obstacle(name) is None)
     if (reason := find_obstacle(weights.transfer)) is not None:

@@ -216,7 +216,7 @@ def _log_doubts(config: Config, placement: Placement) -> None:
     """Log what was decided about importance weights, and warn of a learning rate that cannot work."""
     device = placement.groups["actor"].reports[0].device
     decided = config.algorithm_on(device).importance_sampling.level
-    if config.algorithm.importance_sampling.level_is_auto and decided is not None:
+    if config.algorithm.importance_sampling.level == "auto" and decided is not None:
         staleness = config.schedule.max_staleness
         why = (
             f"samples may be of weights up to {staleness} updates behind (schedule.max_staleness)"

@@ -11,7 +11,7 @@ from gkd.planning.layout import Layout
 def transfer_of(layout: Layout) -> str:
     """Return the weight transfer of a run: ``weights.transfer``, or what ``auto`` chooses for workers so placed."""
     weights = layout.config.weights
-    return _choose_transfer(layout) if weights.transfer_is_auto else weights.transfer
+    return _choose_transfer(layout) if weights.transfer == "auto" else weights.transfer
 
 
 def require_transfer(layout: Layout) -> None:

@@ -190,10 +190,10 @@ def _plan_private(config: Config) -> tuple[int, int, bool]:
     """Return GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError for too few."""
     cluster = config.cluster
     # GPUs that the installed packages cannot compute on are as good as none.
-    on_cpu = isinstance(cluster.simulate_gpus, int) or (cluster.simulate_gpus_is_auto and installed_device() == "cpu")
+    on_cpu = isinstance(cluster.simulate_gpus, int) or (cluster.simulate_gpus == "auto" and installed_device() == "cpu")
     uuids = [] if on_cpu else gpu.nvml_uuids()
     n_gpus, simulated, hint = len(gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids)), False, ""
-    for_layout = cluster.simulate_gpus_is_auto and not n_gpus
+    for_layout = cluster.simulate_gpus == "auto" and not n_gpus
     if isinstance(cluster.simulate_gpus, int):
         if cluster.simulate_gpus < 1:
             raise ConfigError(f"cluster.simulate_gpus={cluster.simulate_gpus}: at least 1, auto, or null for real GPUs")

@@ -237,7 +237,7 @@ def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
     decided = {}
     for group in ("teacher", "reference"):
         paths = [path for name, path in inputs.scorers.items() if name.partition(":")[0] == group]
-        if paths and getattr(config, group).engine_is_auto:
+        if paths and getattr(config, group).engine == "auto":
             decided[group] = _scoring_engine(config, group, paths)
     for group, engine in decided.items():
         log.info("the %s scores with %s (%s.engine=auto)", group, engine, group)

@@ -295,7 +295,7 @@ def settings_with_offload(config: Config, offload: bool) -> dict[str, Any]:
 
     What is offloaded while engines sample cannot learn meanwhile: where memory decided so nothing is sampled ahead.
     """
-    return {"cluster.offload": offload, **(NOT_AHEAD if offload and config.cluster.offload_is_auto else {})}
+    return {"cluster.offload": offload, **(NOT_AHEAD if offload and config.cluster.offload == "auto" else {})}
 
 
 def plan_sizes(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None) -> dict[str, Any]:

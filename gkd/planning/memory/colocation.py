@@ -79,7 +79,7 @@ def _needs_offload(layout: Layout, groups: list[GroupMemory], shared: Shared) ->
     engines = [group.group for group in groups if {"actor", group.group} in shared]
     if not engines or config.actor.lora.quantize is not None:
         return False
-    if not config.cluster.offload_is_auto:
+    if config.cluster.offload != "auto":
         return bool(config.cluster.offload)
     here = [group for group in groups if group.group in ("actor", *engines)]
     return any(not replace(g, available=_available_bytes(layout, g, groups, shared, False)).fits for g in here)
