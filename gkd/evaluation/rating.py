@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 
 from gkd.algorithms.training_samples import describe_failures
 from gkd.config import Config, Reward
 from gkd.errors import ConfigError, describe_error
-from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions
+from gkd.evaluation.scores import RatedAnswer, scores_of_question
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed
@@ -20,19 +20,14 @@ from gkd.rewards.process import RewardError, Timed
 log = logging.getLogger("gkd")
 
 
-@dataclass(frozen=True, slots=True)
-class RatedAnswer:
-    """An answer to be rated: ``max_tokens`` is what it could have had.
-
-    ``token_ids``, ``step`` and ``total_steps`` as of :class:`gkd.rewards.completion.Completion`.
-    """
-
-    question: Question
-    answered: RecordedAnswer
-    max_tokens: int
-    token_ids: tuple[int, ...] | None = None
-    step: int = 0
-    total_steps: int = 0
+def score(config: Config, questions: Questions, rated: Sequence[RatedAnswer]) -> dict[str, dict[str, float]]:
+    """Return the scores of every question by its key, of all of its answers. Raises as :func:`rate`."""
+    if (settings := reward_settings(config, questions)) is not None:
+        rated = [replace(own, rewards=given) for own, given in zip(rated, rate(settings, rated), strict=True)]
+    answers: dict[str, list[RatedAnswer]] = {question.key: [] for question in questions.questions}
+    for own in rated:
+        answers[own.question.key].append(own)
+    return {q.key: scores_of_question(q, questions.settings, answers[q.key]) for q in questions.questions}
 
 
 def reward_settings(config: Config, questions: Questions) -> Reward | None:

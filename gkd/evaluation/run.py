@@ -27,10 +27,10 @@ from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, have_same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
-from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
+from gkd.evaluation.rating import score
 from gkd.evaluation.reloading import FurtherWeights, load_weights
 from gkd.evaluation.results import Results
-from gkd.evaluation.scores import SampledAnswer, add_up, group_by_difficulty, means, scores_of_question
+from gkd.evaluation.scores import RatedAnswer, add_up, group_by_difficulty, means
 from gkd.observability.progress import LINE_EVERY_S, clock
 from gkd.rewards.completion import without_stop
 from gkd.version import __version__
@@ -190,20 +190,12 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
     jobs = measurement.jobs
     whole = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
     answers = [replace(own, text=without_stop(own.text, sampling.stop)) for own in whole]
-    rewards: list[dict[str, float]] = [{} for _ in jobs]
-    if (functions := reward_settings(config, questions)) is not None:
-        steps = config.trainer.total_steps  # a model that is evaluated has them behind it
-        rated = [
-            RatedAnswer(job.question, own, sampling.max_tokens, _token_ids(measurement, sampled.text), steps, steps)
-            for job, own, sampled in zip(jobs, answers, whole, strict=True)
-        ]
-        rewards = rate(functions, rated)
-    of_question: dict[str, list[SampledAnswer]] = {question.key: [] for question in questions.questions}
-    for job, own, rating in zip(jobs, answers, rewards, strict=True):
-        is_reply = measurement.label == DEFAULT_STRATEGY or own.truncated  # of a strategy, perhaps
-        scored = SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, rating, is_reply)
-        of_question[job.question.key].append(scored)
-    values = {q.key: scores_of_question(q, settings, of_question[q.key]) for q in questions.questions}
+    is_plain, steps = measurement.label == DEFAULT_STRATEGY, config.trainer.total_steps  # which it has behind it
+    rated = []
+    for job, own, sampled in zip(jobs, answers, whole, strict=True):
+        ids, is_reply = _token_ids(measurement, sampled.text), is_plain or own.truncated  # of a strategy, perhaps
+        rated.append(RatedAnswer(job.question, own, sampling.max_tokens, ids, steps, steps, is_reply))
+    values = score(config, questions, rated)
     seconds, n_tokens = sum(own.seconds for own in answers), add_up([own.n_tokens for own in answers])
     return Results(
         model=measurement.model.name,
@@ -232,8 +224,11 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
 
 
 def _token_ids(measurement: Measurement, text: str) -> tuple[int, ...] | None:
-    """Return the tokens of an answer, of which the text is kept; None of a model whose tokenizer is not known."""
-    if isinstance(measurement.model, EndpointModel):
+    """Return the tokens of an answer, of which the text is kept, for the set's rewards; None without any.
+
+    Also of a model whose tokenizer is not known.
+    """
+    if isinstance(measurement.model, EndpointModel) or not measurement.questions.settings.rewards:
         return None
     return tuple(measurement.model.tokenizer.encode(text, add_special_tokens=False))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gkd.config.eval_set import EvalSet
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question
 from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
 from gkd.rewards.accuracy import any_agreement
@@ -19,20 +20,22 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 @dataclass(frozen=True, slots=True)
-class SampledAnswer:
-    """One answer to a question as scores need it.
+class RatedAnswer:
+    """One answer to a question as rewards and scores need it: ``max_tokens`` is what it could have had.
 
-    ``text`` is :func:`gkd.rewards.completion.without_stop`. ``rewards``: by name, those of the set that did not fail.
-    ``is_reply``: whether it is what the model wrote, and not what a strategy made of that.
+    Its text is :func:`gkd.rewards.completion.without_stop`. ``token_ids``, ``step`` and ``total_steps`` as of
+    :class:`gkd.rewards.completion.Completion`. ``is_reply``: whether it is what the model wrote, and not what a
+    strategy made of that. ``rewards``: by name, those of the set that did not fail.
     """
 
-    text: str
-    n_tokens: float | None
-    truncated: bool
-    cost: float | None
-    iterations: int
-    rewards: Mapping[str, float]
+    question: Question
+    answered: RecordedAnswer
+    max_tokens: int
+    token_ids: tuple[int, ...] | None = None
+    step: int = 0
+    total_steps: int = 0
     is_reply: bool = True
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 def accuracy(response: str, prompt: Prompt, continues: bool = True) -> float:
@@ -44,17 +47,17 @@ def accuracy(response: str, prompt: Prompt, continues: bool = True) -> float:
     return any_agreement(response, prompt.answers)
 
 
-def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[SampledAnswer]) -> dict[str, float]:
+def scores_of_question(question: Question, settings: EvalSet, rated: Sequence[RatedAnswer]) -> dict[str, float]:
     """Return the values of one question, by score: means over its answers, and what takes all of them together.
 
     A reward's mean is over the answers that it rated; one that rated none of them is left out, as are cost and length
     where they are not known of all.
     """
-    n = len(answers)
+    answers, n = [own.answered for own in rated], len(rated)
     values: dict[str, float] = {}
     if question.prompt.answers:
         # What a strategy has made of replies is whole; a reply goes on where the prompt ends.
-        right = [accuracy(answer.text, question.prompt, answer.is_reply) for answer in answers]
+        right = [accuracy(own.answered.text, question.prompt, own.is_reply) for own in rated]
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]
@@ -62,12 +65,11 @@ def scores_of_question(question: Question, settings: EvalSet, answers: Sequence[
             if k <= n:
                 values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
         if n > 1:
-            text = question.prompt.text
-            texts = [with_opened_reasoning(text, own.text) if own.is_reply else own.text for own in answers]
-            stated = [final_answer(own) for own in texts]
+            text, pairs = question.prompt.text, [(own.answered.text, own.is_reply) for own in rated]
+            stated = [final_answer(with_opened_reasoning(text, own) if is_reply else own) for own, is_reply in pairs]
             values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
-    for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
-        rewards = [answer.rewards[name] for answer in answers if name in answer.rewards]
+    for name in dict.fromkeys(name for own in rated for name in own.rewards):
+        rewards = [own.rewards[name] for own in rated if name in own.rewards]
         values[f"reward/{name}"] = sum(rewards) / len(rewards)
     if (cost := add_up([answer.cost for answer in answers])) is not None:
         values["cost"] = cost / n

@@ -16,8 +16,9 @@ from gkd.driver.checkpoints.run_models import RunModels
 from gkd.errors import ConfigError
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import load_questions
-from gkd.evaluation.rating import RatedAnswer, reward_settings
 from gkd.evaluation.rating import _completion as completion_of
+from gkd.evaluation.rating import reward_settings
+from gkd.evaluation.scores import RatedAnswer
 from tests.data.models import word_tokenizer
 
 HERE = "tests.rewards.functions:"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gkd.config.eval_set import EvalSet
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question
-from gkd.evaluation.scores import SampledAnswer, accuracy, final_answer, group_by_difficulty, scores_of_question
+from gkd.evaluation.scores import RatedAnswer, accuracy, final_answer, group_by_difficulty, scores_of_question
 from gkd.types import Prompt
 
 SETTINGS = EvalSet(files=["x"], answer_key="answer", samples=4, temperature=1.0, pass_k=[1, 2, 4])
@@ -19,8 +20,9 @@ def question(answer: str | None, key: str = "q", difficulty: str | None = None) 
     return Question(key, Prompt(0, np.array([1], np.int32), "?", answer), {}, difficulty)
 
 
-def sampled(*texts: str) -> list[SampledAnswer]:
-    return [SampledAnswer(text, 4, i == 0, 4.0, 1, {"format": float(i)}) for i, text in enumerate(texts)]
+def sampled(*texts: str) -> list[RatedAnswer]:
+    answers = [RecordedAnswer(text, 4.0, 1, 4, i == 0, 0.0) for i, text in enumerate(texts)]
+    return [RatedAnswer(question("72"), own, 8, rewards={"format": float(i)}) for i, own in enumerate(answers)]
 
 
 def test_one_of_four_is_right() -> None:
@@ -66,11 +68,14 @@ def test_what_a_response_answers(text: str, answer: str | None) -> None:
 def test_a_sample_that_ends_in_reasoning_which_its_prompt_began_answers_nothing() -> None:
     asked = Question("q", Prompt(0, np.array([1], np.int32), "2 + 2 =<think>\n", "4"), {})
     texts = ("so 4", "5</think>4", "so \\boxed{4}", "so 5</think>5")
-    replies = [replace(answer, truncated="</think>" not in answer.text) for answer in sampled(*texts)]
+    cut = [replace(own.answered, truncated="</think>" not in own.answered.text) for own in sampled(*texts)]
+    replies = [replace(own, answered=answered) for own, answered in zip(sampled(*texts), cut, strict=True)]
     scores = scores_of_question(asked, SETTINGS, replies)
     assert (scores["accuracy"], scores["maj@4"]) == (0.25, 0.5)
     ended = sampled("", "The answer is 4.")[1:]  # within its reasoning, by itself
-    assert scores_of_question(asked, SETTINGS, ended)["accuracy"] == accuracy(ended[0].text, asked.prompt) == 0.0
+    assert (
+        scores_of_question(asked, SETTINGS, ended)["accuracy"] == accuracy(ended[0].answered.text, asked.prompt) == 0.0
+    )
     made = [replace(answer, is_reply=False) for answer in ended]
     assert scores_of_question(asked, SETTINGS, made)["accuracy"] == 1.0
 

@@ -11,11 +11,11 @@ from gkd.driver.validation.final_scores import SetScores
 from gkd.evaluation.answering import seed_in_set
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question, Questions, sampling_of
-from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
-from gkd.evaluation.scores import SampledAnswer, group_by_difficulty, means, scores_of_question
+from gkd.evaluation.rating import score
+from gkd.evaluation.scores import RatedAnswer, group_by_difficulty, means
 from gkd.rewards.completion import up_to_stop, without_stop
 from gkd.rollout.group import RolloutGroup
-from gkd.types import SampleRequest, ScoredSample, TrainingSample
+from gkd.types import Sample, SampleRequest, TrainingSample
 
 RequestedSets = list[tuple[Questions, list[int]]]
 """Sets whose answers are requested, with the keys of these."""
@@ -35,7 +35,7 @@ class ValSets:
     sets: Sequence[Questions]
     tokenizer: Any
     rollout: RolloutGroup
-    scores: dict[str, dict[str, Mapping[str, float]]] = field(default_factory=dict)
+    scores: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Of each set the last scores, by question."""
     groups: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Of each set the means of these by difficulty (:func:`group_by_difficulty`)."""
@@ -72,41 +72,20 @@ class ValSets:
         ]
 
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        settings, n = questions.settings, questions.settings.samples
-        sampling = sampling_of(self.config.rollout, settings)
-        length = sampling.max_tokens
-        jobs = _jobs(questions)
-        fetched = self.rollout.fetch(samples)
-        answers = [self._answer_of(sample, sampling.stop) for sample in fetched]
-        rewards: list[dict[str, float]] = [{} for _ in answers]
-        if (functions := reward_settings(self.config, questions)) is not None:
-            steps = self.config.trainer.total_steps
-            rated = [
-                RatedAnswer(q, answer, length, tuple(own.sample.sampled_ids.tolist()), sample.version, steps)
-                for (q, _), answer, own, sample in zip(jobs, answers, fetched, samples, strict=True)
-            ]
-            rewards = rate(functions, rated)
-        sampled = [
-            SampledAnswer(own.text, own.n_tokens, own.truncated, own.cost, own.iterations, given)
-            for own, given in zip(answers, rewards, strict=True)
-        ]
-        values = [
-            scores_of_question(question, settings, sampled[place * n : (place + 1) * n])
-            for place, question in enumerate(questions.questions)
-        ]
-        by_question: dict[str, Mapping[str, float]] = {
-            q.key: own for q, own in zip(questions.questions, values, strict=True)
-        }
-        self.scores[questions.name] = by_question
-        self.groups[questions.name] = group_by_difficulty(questions.questions, by_question)
-        return _metrics(questions.name, values) | _metrics_by_difficulty(questions.name, self.groups[questions.name])
+        fetched = zip(_jobs(questions), self.rollout.fetch(samples), samples, strict=True)
+        rated = [self._rated(questions, q, own.sample, sample.version) for (q, _), own, sample in fetched]
+        values = score(self.config, questions, rated)
+        groups = group_by_difficulty(questions.questions, values)
+        self.scores[questions.name], self.groups[questions.name] = values, groups
+        return _metrics(questions.name, list(values.values())) | _metrics_by_difficulty(questions.name, groups)
 
-    def _answer_of(self, scored: ScoredSample, stops: Sequence[str]) -> RecordedAnswer:
-        ids = scored.sample.sampled_ids.tolist()
-        reply = up_to_stop(self.tokenizer.decode(ids, skip_special_tokens=True), stops)
-        return RecordedAnswer(
-            without_stop(reply, stops), float(len(ids)), 1, len(ids), scored.sample.finish_reason == "length", 0.0
-        )
+    def _rated(self, questions: Questions, question: Question, sample: Sample, version: int) -> RatedAnswer:
+        """Return what is scored of a sample that was drawn from weights of ``version``."""
+        sampling, ids = sampling_of(self.config.rollout, questions.settings), sample.sampled_ids.tolist()
+        reply = up_to_stop(self.tokenizer.decode(ids, skip_special_tokens=True), sampling.stop)
+        text, truncated = without_stop(reply, sampling.stop), sample.finish_reason == "length"
+        answered, steps = RecordedAnswer(text, len(ids), 1, len(ids), truncated, 0.0), self.config.trainer.total_steps
+        return RatedAnswer(question, answered, sampling.max_tokens, tuple(ids), version, steps)
 
 
 def _jobs(questions: Questions) -> list[tuple[Question, int]]:

@@ -10,8 +10,8 @@ import pytest
 from gkd.errors import RunFailed
 from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import load_questions
-from gkd.evaluation.rating import RatedAnswer, rate, reward_settings
-from gkd.evaluation.scores import SampledAnswer, means, scores_of_question
+from gkd.evaluation.rating import rate, reward_settings
+from gkd.evaluation.scores import RatedAnswer, means, scores_of_question
 from tests.data.models import word_tokenizer
 from tests.error_text import contains_in_order
 from tests.evaluation.test_rating import HERE, with_rewards
@@ -42,7 +42,7 @@ def test_a_reward_that_fails_on_an_answer_costs_that_answer_alone(
     given = rate(settings, rated)
     assert given == [{"words": 2.0}, {"raises": 1.0, "words": 2.0}] * 2
     assert contains_in_order(caplog.text, "raises", "2 of 4 samples", "question 1: KeyError: 'odd'")
-    sampled = [SampledAnswer("b", 1, False, 1.0, 1, own) for own in given]
+    sampled = [replace(own, rewards=rewards) for own, rewards in zip(rated, given, strict=True)]
     values = [scores_of_question(question, questions.settings, part) for part in (sampled[:2], sampled[2:3])]
     assert [own.get("reward/raises") for own in values] == [1.0, None]
     assert means(values)["reward/raises"].value == 1.0 and means(values)["reward/words"].value == 2.0
