@@ -74,11 +74,6 @@ def _handles(library: Any) -> list[Any]:
     return handles
 
 
-def _text(value: str | bytes) -> str:
-    """Return a name as NVML gives it, which is bytes in some versions."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of this machine; ``total`` and ``free`` are bytes of its memory."""
@@ -102,8 +97,8 @@ def _read_gpu(library: Any, index: int, handle: Any) -> Gpu:
     major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
         index=index,
-        uuid=_text(library.nvmlDeviceGetUUID(handle)),
-        name=_text(library.nvmlDeviceGetName(handle)),
+        uuid=str(library.nvmlDeviceGetUUID(handle)),
+        name=str(library.nvmlDeviceGetName(handle)),
         capability=f"{major}.{minor}",
         total=int(memory.total),
         free=int(memory.free),
@@ -118,7 +113,7 @@ def read_driver() -> tuple[str, int] | None:
     with nvml() as library:
         if library is None:
             return None
-        return _text(library.nvmlSystemGetDriverVersion()), int(library.nvmlSystemGetCudaDriverVersion())
+        return str(library.nvmlSystemGetDriverVersion()), int(library.nvmlSystemGetCudaDriverVersion())
 
 
 def nvml_uuids() -> list[str]:
@@ -127,7 +122,7 @@ def nvml_uuids() -> list[str]:
     Raises what :func:`nvml` raises.
     """
     with nvml() as library:
-        return [_text(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
+        return [str(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
 
 
 def read_first_usable() -> tuple[str, int] | None:
@@ -136,10 +131,10 @@ def read_first_usable() -> tuple[str, int] | None:
     Of a slice of a GPU they are its own. None without a device. Raises what :func:`nvml` raises.
     """
     with nvml() as library:
-        uuids = [_text(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
+        uuids = [str(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
         for entry in usable_devices(os.environ.get(VISIBLE), uuids):
             handle = library.nvmlDeviceGetHandleByUUID(uuid_of(entry, uuids))
-            return _text(library.nvmlDeviceGetName(handle)), int(library.nvmlDeviceGetMemoryInfo(handle).total)
+            return str(library.nvmlDeviceGetName(handle)), int(library.nvmlDeviceGetMemoryInfo(handle).total)
     return None
 
 

@@ -33,7 +33,7 @@ def three_gpus(monkeypatch):
     fake.NVMLError, fake.nvmlInit, fake.nvmlShutdown = NVMLError, lambda: None, lambda: None
     fake.nvmlDeviceGetCount = lambda: 3
     fake.nvmlDeviceGetHandleByIndex = lambda index: index
-    fake.nvmlDeviceGetUUID = lambda handle: UUIDS[handle].encode()
+    fake.nvmlDeviceGetUUID = lambda handle: UUIDS[handle]
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.delenv(gpu.SIMULATED, raising=False)
     return fake
@@ -170,7 +170,7 @@ def test_a_driver_that_fails_is_no_matter_where_gpus_are_simulated(simulate, thr
 def test_the_first_usable_device_is_by_cuda_visible_devices(visible, expected, three_gpus, monkeypatch):
     sizes = dict(zip([*UUIDS, "MIG-7"], [("A", 12), ("B", 24), ("C", 80), ("C MIG", 10)], strict=True))
     three_gpus.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
-    three_gpus.nvmlDeviceGetName = lambda handle: sizes[handle][0].encode()
+    three_gpus.nvmlDeviceGetName = lambda handle: sizes[handle][0]
     three_gpus.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=sizes[handle][1])
     monkeypatch.delenv(gpu.VISIBLE, raising=False)
     if visible is not None:
@@ -181,8 +181,8 @@ def test_the_first_usable_device_is_by_cuda_visible_devices(visible, expected, t
 def test_a_gpu_is_what_the_driver_says_of_it(three_gpus, monkeypatch):
     three_gpus.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=100 + handle, free=40)
     three_gpus.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
-    three_gpus.nvmlDeviceGetName = lambda handle: b"NVIDIA H200"
-    three_gpus.nvmlSystemGetDriverVersion, three_gpus.nvmlSystemGetCudaDriverVersion = lambda: b"580.1", lambda: 13000
+    three_gpus.nvmlDeviceGetName = lambda handle: "NVIDIA H200"
+    three_gpus.nvmlSystemGetDriverVersion, three_gpus.nvmlSystemGetCudaDriverVersion = lambda: "580.1", lambda: 13000
     assert gpu.read_gpus()[2] == gpu.Gpu(2, "GPU-bbbb3333", "NVIDIA H200", "9.0", 102, 40)
     assert gpu.read_driver() == ("580.1", 13000)
     monkeypatch.setenv(gpu.VISIBLE, "2,GPU-aaaa1,MIG-7,5,1")
