@@ -39,7 +39,7 @@ from gkd.observability import report
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines, keep_finite
 from gkd.observability.page.write import write_at_end
-from gkd.observability.progress import Progress
+from gkd.observability.progress import Progress, changes
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
@@ -239,7 +239,7 @@ def _validate_before(config: Config, parts: Parts, log: RunLog) -> RunState:
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
     log.progress.print_line(
-        f"before training  {report.line(before)}" + (f"   teacher  {report.line(teacher)}" if teacher else "")
+        f"before training  {changes(before)}" + (f"   teacher  {changes(teacher)}" if teacher else "")
     )
     return RunState(before=before, teacher=teacher)
 

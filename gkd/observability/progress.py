@@ -52,8 +52,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def changes(values: Mapping[str, float], before: Mapping[str, float]) -> str:
-    """Return ``val/accuracy 0.6797 (+0.1758)``, the change where ``before`` has the figure too."""
+def changes(values: Mapping[str, float], before: Mapping[str, float] | None = None) -> str:
+    """Return ``val/accuracy 0.6797 (+0.1758)  val/loss 0.5678``, the change where ``before`` has the figure too."""
+    before = before or {}
     return "  ".join(
         f"{name} {value:z.4f}" + (f" ({value - before[name]:+z.4f})" if name in before else "")
         for name, value in values.items()

@@ -33,11 +33,6 @@ class Summary:
     version: str = __version__
 
 
-def line(values: ValMetrics) -> str:
-    """Return ``val/accuracy 0.1234  val/reverse_kl 0.5678``."""
-    return "  ".join(f"{name} {value:z.4f}" for name, value in values.items())
-
-
 def write(summary: Summary, output_dir: Path) -> None:
     """Write summary.json."""
     text = json.dumps(asdict(summary), indent=2, allow_nan=False)

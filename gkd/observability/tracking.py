@@ -19,7 +19,7 @@ from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError, describe_raised
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
-from gkd.observability.report import line
+from gkd.observability.progress import changes
 from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker
 
 log = logging.getLogger("gkd")
@@ -181,7 +181,7 @@ class MetricsLog(JsonLines):
         """Append one step's metrics."""
         super().write(row)
         if validated := {name: value for name, value in row.items() if name.startswith("val/")}:
-            note("validation", line(validated), step=row["step"], metrics=validated)
+            note("validation", changes(validated), step=row["step"], metrics=validated)
         if self.events is not None:
             self.events.step = row["step"] + 1
         metrics = {name: value for name, value in row.items() if name != "step"}
