@@ -149,6 +149,7 @@ def _actor_advice(run: RunFiles | None) -> str:
 
 
 def _processes(run: RunFiles) -> Table:
+    import psutil
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -160,7 +161,7 @@ def _processes(run: RunFiles) -> Table:
         largest = last.get(f"memory/{group}/process_gb")
         shown = f"{sum(held):.2f} GB" if held else "ended" if pids else "elsewhere"
         table.add_row(group, f"{len(held)} of {sizes[group]}", shown, "" if largest is None else f"{largest:.2f} GB")
-    table.add_row("", "", f"{host_free_gb():.2f} GB free", "")
+    table.add_row("", "", f"{_gb(psutil.virtual_memory().available):.2f} GB free", "")
     return table
 
 
@@ -200,13 +201,6 @@ def resident_gb(pid: int) -> float | None:
         return _gb(sum(member.memory_info().rss for member in family))
     except psutil.NoSuchProcess:
         return None
-
-
-def host_free_gb() -> float:
-    """Return memory of this machine that programs can still have."""
-    import psutil
-
-    return _gb(psutil.virtual_memory().available)
 
 
 def _gb(n_bytes: float) -> float:

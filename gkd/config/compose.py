@@ -284,14 +284,12 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         raise ConfigError(_explain_unreadable(overrides)) from None
 
 
+_parser = cache(OverridesParser.create)
+
+
 def _parse_override(override: str) -> Override:
     parsed: list[Override] = _parser().parse_overrides([override])
     return parsed[0]
-
-
-@cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
 
 
 def _explain_unreadable(overrides: Sequence[str]) -> str:

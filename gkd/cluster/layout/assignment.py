@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 USED = 0.1
 """Share of a GPU's memory that the driver and its contexts take at most."""
 GIB = 1 << 30
+RECORDED = ("group", "rank", "node", "pid", "cuda_visible_devices", "ray_gpu_ids", "gpu_uuids")
+"""What placement.json has of a worker's report."""
 UUID_SHOWN = 14
 """Characters of a UUID in a narrow table, which distinguish the GPUs of a machine."""
 
@@ -61,15 +63,7 @@ class Report(DeviceReport):
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of placement.json."""
-        return {
-            "group": self.group,
-            "rank": self.rank,
-            "node": self.node,
-            "pid": self.pid,
-            "cuda_visible_devices": self.cuda_visible_devices,
-            "ray_gpu_ids": self.ray_gpu_ids,
-            "gpu_uuids": self.gpu_uuids,
-        }
+        return {name: getattr(self, name) for name in RECORDED}
 
 
 def faults(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from gkd.cluster.gpu import range_text
 from gkd.cluster.layout.nodes import GroupRequest, Node, group_requests, solve
@@ -87,7 +86,8 @@ def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: 
     if closest is None and (closest := nearest_layout(requests, idle, 0.0)) is not None:
         words = [*_overrides(requests, closest), _cpu_override(closest, idle)]
     if closest is None:
-        external = " (an external teacher, teacher.server_ip, needs none here)" if _has_teacher(requests) else ""
+        has_teacher = any(request.section == "teacher" for request in requests)
+        external = " (an external teacher, teacher.server_ip, needs none here)" if has_teacher else ""
         widths = [request.tensor_parallel_size for request in requests]
         wide = max([*widths, *(other.tensor_parallel_size for request in requests for other in request.colocated)])
         own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
@@ -109,10 +109,6 @@ def _range_override(request: GroupRequest) -> str:
     if request.by_node:
         return f"{request.section}.gpus_by_node=[{','.join(map(range_text, request.by_node))}]"
     return f"{request.section}.gpus={range_text(request.gpus or ())}"
-
-
-def _has_teacher(requests: Sequence[GroupRequest]) -> bool:
-    return any(request.section == "teacher" for request in requests)
 
 
 def _cpu_override(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
@@ -272,15 +268,12 @@ def _with_layout(config: Config, name: str) -> Config:
     """Return ``config`` with the pools of a layout. Shares of memory that differ from the default stay as they are."""
     tree, layout = config.model_dump(), read_yaml(str(CONF_DIR / "placement" / f"{name}.yaml"))
     for section, _ in config.pools():
-        pool = _own_settings(tree[section], layout.get(section, {}), type(getattr(config, section)).model_fields)
+        now, fields = tree[section], type(getattr(config, section)).model_fields
+        # What is set to something else already stays.
+        pool = {k: v for k, v in layout.get(section, {}).items() if now[k] in (fields[k].default, None)}
         if "gpus" in pool:
             pool |= {"n_gpus_per_node": None}
         tree[section] |= pool
     if config.plan.nodes is None:
         tree["plan"] |= layout["plan"]
     return load(tree)
-
-
-def _own_settings(now: Mapping[str, Any], layout: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a layout's settings is not set to something else already."""
-    return {key: value for key, value in layout.items() if now[key] in (fields[key].default, None)}

@@ -59,7 +59,14 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "intervals": {} if summary is None else read_intervals(summary),
         "differs": None if requested is None else list_differences(requested),
         "placement": [
-            [p["group"], p.get("rank"), p["node"], str(p["pid"]), p.get("cuda_visible_devices"), _list(p["gpu_uuids"])]
+            [
+                p["group"],
+                p.get("rank"),
+                p["node"],
+                str(p["pid"]),
+                p.get("cuda_visible_devices"),
+                ",".join(p["gpu_uuids"]),
+            ]
             for p in files.placement()
         ],
         "plan": {} if ran is None else read_planned_gb(ran, files.placement()),
@@ -177,10 +184,6 @@ def _cut_events(trace: str) -> str:
         if (at := trace.rfind(begins, 0, at)) < 0:
             return trace
     return trace[: trace.index(begins)] + trace[at:]
-
-
-def _list(values: Sequence[Any]) -> str:
-    return ",".join(map(str, values))
 
 
 def _version(file: Path) -> str | None:

@@ -38,9 +38,8 @@ def read_samples(file: Path, texts: Texts, share: int = 1) -> list[dict[str, Any
     """
     if not file.exists():
         return []
-    rows = _read_evenly(file, max(1, MAX_SAMPLES // share))
     try:
-        return _describe_rows(rows, texts, MAX_TOKENS / share)
+        return _describe_rows(_read_evenly(file, max(1, MAX_SAMPLES // share)), texts, MAX_TOKENS / share)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} holds what is no sample: {describe_error(error)}") from None
 
@@ -78,21 +77,13 @@ def _read_evenly(file: Path, most: int) -> list[dict[str, Any]]:
         for step, position in places:
             lines.seek(position)
             while step in chosen_steps and len(rows) < most and _is_of(line := lines.readline(), step):
-                rows.append(_parse(line, file))
+                rows.append(parse(line))
     return rows
 
 
 def _is_of(line: bytes, step: int) -> bool:
     """Return whether a line is whole, and a sample of a step."""
     return line.endswith(b"\n") and line.startswith(b'{"step": %d,' % step)
-
-
-def _parse(line: bytes, file: Path) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = parse(line)
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-    return row
 
 
 def _cut(text: str) -> str:
