@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gkd.config.transfer import Place
 from gkd.errors import RunFailed
 from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Bucket, Receiver, Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Bucket, Receiver, Transfer, find_gpu_obstacle, find_shared_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,15 +92,7 @@ class Nccl(Transfer):
     @classmethod
     def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why engines and actor rank 0 are not each on GPUs of their own; None where they are."""
-        if reason := find_gpu_obstacle((*actor, *rollout)):
-            return reason
-        owner = dict.fromkeys(actor[0].gpu_uuids, actor[0])
-        for worker in rollout:
-            for uuid in worker.gpu_uuids:
-                if uuid in owner:
-                    return f"{worker} and {owner[uuid]} are both on {uuid}, and NCCL takes one rank a GPU"
-                owner[uuid] = worker
-        return None
+        return find_gpu_obstacle((*actor, *rollout)) or find_shared_gpu((actor[0], *rollout))
 
 
 def make_unique_id(way: str) -> str:

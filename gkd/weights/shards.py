@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from gkd.config.transfer import Place
-from gkd.weights.transfer import Receiver, Sender, Transfer, find_gpu_obstacle
+from gkd.weights.transfer import Receiver, Sender, Transfer, find_gpu_obstacle, find_shared_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -102,15 +102,8 @@ class ShardTransfer(Transfer):
     @classmethod
     def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
         """Return why not every worker is on a GPU of its own, or what is not installed here; None where all is well."""
-        if reason := find_gpu_obstacle((*actor, *rollout)):
-            return reason
-        owner: dict[str, Place] = {}
-        for worker in (*actor, *rollout):
-            for uuid in worker.gpu_uuids:
-                if uuid in owner:
-                    return f"{worker} and {owner[uuid]} are both on {uuid}, and it takes one rank a GPU"
-                owner[uuid] = worker
-        return cls.find_lacking()
+        workers = (*actor, *rollout)
+        return find_gpu_obstacle(workers) or find_shared_gpu(workers) or cls.find_lacking()
 
     @classmethod
     def find_lacking(cls) -> str | None:

@@ -146,3 +146,14 @@ def find_gpu_obstacle(workers: Sequence[Place]) -> str | None:
         if any(uuid.startswith("MIG-") for uuid in worker.gpu_uuids):
             return f"{worker} is on a slice of a GPU (MIG)"
     return None
+
+
+def find_shared_gpu(ranks: Sequence[Place]) -> str | None:
+    """Return which ranks of a transfer are on one GPU; None where each has GPUs of its own."""
+    owner: dict[str, Place] = {}
+    for rank in ranks:
+        for uuid in rank.gpu_uuids:
+            if uuid in owner:
+                return f"{rank} and {owner[uuid]} are both on {uuid}, and it takes one rank a GPU"
+            owner[uuid] = rank
+    return None
