@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gkd.errors import ConfigError, ControlLost, QuestionRefused, RunFailed, SignalExit, describe_raised
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Messages, Reply
 from gkd.types import Sampling, seed_of
@@ -40,18 +41,6 @@ class AnswerJob:
 
     question: Question
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobAnswer:
-    """Outcome of a job, with all that was sampled for it. ``n_tokens`` as in :class:`Reply`, ``seconds`` as in
-    :class:`RecordedAnswer`."""
-
-    job: AnswerJob
-    answer: Answer
-    n_tokens: float
-    truncated: bool
-    seconds: float
 
 
 class CountingGenerate:
@@ -125,7 +114,7 @@ def answer_all(
     sampling: Sampling,
     seed: int,
     idle_s: float,
-    done: Callable[[JobAnswer], None],
+    done: Callable[[AnswerJob, RecordedAnswer], None],
 ) -> None:
     """Answer every job with ``strategy`` and hand each answer to ``done`` as it comes.
 
@@ -151,8 +140,9 @@ def answer_all(
                     continue
                 n_answered += 1
                 now = time.monotonic()
-                truncated = generate.is_truncated(answer.text)
-                done(JobAnswer(job, answer, generate.n_tokens, truncated, now - last[0]))
+                cost, n_tokens = (None if math.isnan(n) else n for n in (float(answer.cost), generate.n_tokens))
+                truncated, seconds = generate.is_truncated(answer.text), now - last[0]
+                done(job, RecordedAnswer(answer.text, cost, int(answer.iterations), n_tokens, truncated, seconds))
                 last[0] = now
 
         async with asyncio.TaskGroup() as group:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gkd.config.output_files import whole_lines
 from gkd.durable import compute_checksum, hold
 from gkd.errors import ConfigError
+from gkd.observability.metrics import JsonLines
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,52 +55,36 @@ class AnswerLog:
 
     def __init__(self, path: Path) -> None:
         """Read what is there. Raises ConfigError for a file of something else, or one that another program holds."""
-        self.path = path
+        self.path, self._open = path, ExitStack()
         try:
-            self._file = path.open("a+b")
+            held = self._open.enter_context(path.open("ab"))
         except OSError as error:
             raise ConfigError(f"evaluate.output_dir: {path} cannot be written: {error.strerror}") from None
-        if not hold(self._file.fileno()):
-            self._file.close()
+        if not hold(held.fileno()):
+            self.close()
             raise ConfigError(f"evaluate.output_dir: another evaluation is writing {path} now")
-        self.answers: dict[AnswerKey, RecordedAnswer] = {}
-        self._read()
-
-    def _read(self) -> None:
-        self._file.seek(0)
-        whole = 0
-        for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):  # the program was killed while it wrote it
-                self._file.truncate(whole)
-                break
-            whole += len(line)
-            try:
-                values = json.loads(line)
-                key = AnswerKey(**{name: values[name] for name in AnswerKey.__dataclass_fields__})
-                own = RecordedAnswer(**{name: values[name] for name in RecordedAnswer.__dataclass_fields__})
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise ConfigError(
-                    f"{self.path} line {number} is no answer of gkd evaluate: move the file away"
-                ) from None
-            self.answers[key] = own
+        key, answer = AnswerKey.__dataclass_fields__, RecordedAnswer.__dataclass_fields__
+        try:
+            rows = whole_lines(path, **dict.fromkeys((*key, *answer), object))
+        except ConfigError as error:
+            raise ConfigError(f"{error}: it is no answer of gkd evaluate, so move the file away") from None
+        self.answers = {
+            AnswerKey(**{name: row[name] for name in key}): RecordedAnswer(**{name: row[name] for name in answer})
+            for row in rows
+        }
+        self._lines = self._open.enter_context(JsonLines(path))
 
     def add(self, key: AnswerKey, answered: RecordedAnswer, beside: Mapping[str, Any]) -> None:
         """Append an answer; it is in the file when this returns. ``beside``: what else its line holds.
 
         Raises OSError, which names the file.
         """
-        line = json.dumps({**asdict(key), **beside, **asdict(answered)})
-        try:
-            self._file.write(f"{line}\n".encode())
-            self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self._lines.write({**asdict(key), **beside, **asdict(answered)})
         self.answers[key] = answered
 
     def close(self) -> None:
         """Close the file, after which another program may write it."""
-        with contextlib.suppress(OSError):  # what could not be written was warned of, and all else is
-            self._file.close()
+        self._open.close()
 
 
 def fingerprint(directory: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from gkd.config import Config
 from gkd.config.device import installed_device
 from gkd.config.evaluation import DEFAULT_STRATEGY
 from gkd.errors import ConfigError
-from gkd.evaluation.answering import JobAnswer, ReplySource, answer_all
+from gkd.evaluation.answering import AnswerJob, ReplySource, answer_all
 from gkd.evaluation.answers import AnswerLog, RecordedAnswer
 from gkd.evaluation.endpoint import EndpointModel, EndpointReplies
 from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
@@ -150,19 +149,19 @@ class _Lines:
     title: str
     n: int
     done: int = 0
-    tokens: float = 0
+    tokens: float | None = 0
 
     def __post_init__(self) -> None:
         self.started = self.printed = time.monotonic()
 
-    def add(self, n_tokens: float) -> None:
+    def add(self, n_tokens: float | None) -> None:
         """Count an answer, and print a line every ten seconds and at the end."""
-        self.done, self.tokens, now = self.done + 1, self.tokens + n_tokens, time.monotonic()
+        self.done, self.tokens, now = self.done + 1, add_up([self.tokens, n_tokens]), time.monotonic()
         if self.done < self.n and now - self.printed < LINE_EVERY_S:
             return
         self.printed, passed = now, max(now - self.started, 1e-6)
         left = f"  {clock(passed / self.done * (self.n - self.done))} left" if self.done < self.n else ""
-        speed = "" if math.isnan(self.tokens) else f"  tok/s {self.tokens / passed:,.0f}"
+        speed = "" if self.tokens is None else f"  tok/s {self.tokens / passed:,.0f}"
         self.out.print(f"{self.title}  {self.done:,}/{self.n:,} answers{speed}{left}")
 
 
@@ -172,13 +171,10 @@ def _ask(config: Config, source: ReplySource, measurement: Measurement, log: Ans
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != DEFAULT_STRATEGY else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
 
-    def record(result: JobAnswer) -> None:
-        answer = result.answer
-        cost, n_tokens = (None if math.isnan(value) else value for value in (float(answer.cost), result.n_tokens))
-        answered = RecordedAnswer(answer.text, cost, int(answer.iterations), n_tokens, result.truncated, result.seconds)
-        beside = {"model": measurement.model.name, "answer": result.job.question.prompt.answer}
-        log.add(measurement.key(result.job, seed), answered, beside)
-        lines.add(result.n_tokens)
+    def record(job: AnswerJob, answered: RecordedAnswer) -> None:
+        beside = {"model": measurement.model.name, "answer": job.question.prompt.answer}
+        log.add(measurement.key(job, seed), answered, beside)
+        lines.add(answered.n_tokens)
 
     strategy, idle_s = strategy_of(config, measurement.strategy), config.rollout.timeout_s
     answer_all(source, jobs, strategy, measurement.sampling, seed, idle_s, record)

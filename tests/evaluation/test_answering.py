@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gkd.errors import RunFailed, SignalExit
-from gkd.evaluation.answering import AnswerJob, JobAnswer, answer_all
+from gkd.evaluation.answering import AnswerJob, answer_all
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Answer, Columns, GenerateFn, Messages, Reply, plain
 from gkd.types import Prompt, Sampling
@@ -51,19 +52,21 @@ def jobs(n: int, samples: int = 1) -> list[AnswerJob]:
     return [AnswerJob(question, index) for index in range(samples) for question in questions]
 
 
-def answer(source: Any, to_answer: list[AnswerJob], strategy: Any = plain, idle_s: float = 60.0) -> list[JobAnswer]:
-    answers: list[JobAnswer] = []
-    answer_all(source, to_answer, strategy, SAMPLING, 0, idle_s, answers.append)
+def answer(
+    source: Any, to_answer: list[AnswerJob], strategy: Any = plain, idle_s: float = 60.0
+) -> list[tuple[AnswerJob, RecordedAnswer]]:
+    answers: list[tuple[AnswerJob, RecordedAnswer]] = []
+    answer_all(source, to_answer, strategy, SAMPLING, 0, idle_s, lambda *answered: answers.append(answered))
     return answers
 
 
 def test_every_job_is_answered_once_and_no_more_than_the_source_takes_are_under_way() -> None:
     source = Echo()
     answers = answer(source, jobs(10, samples=2))
-    assert sorted((a.job.question.key, a.job.index) for a in answers) == sorted(
+    assert sorted((job.question.key, job.index) for job, _ in answers) == sorted(
         (j.question.key, j.index) for j in jobs(10, 2)
     )
-    assert all(a.answer.text == a.job.question.prompt.text for a in answers)
+    assert all(answered.text == job.question.prompt.text for job, answered in answers)
     assert source.most == 3
 
 
@@ -82,9 +85,8 @@ def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
         return Answer(second.text, first.n_tokens + second.n_tokens, 2)
 
     source = Echo(in_flight=2)
-    (job_answer, *_) = answer(source, jobs(3), twice)
-    assert job_answer.answer == Answer("q0 again", 10, 2)
-    assert job_answer.n_tokens == 10
+    ((_, answered), *_) = answer(source, jobs(3), twice)
+    assert (answered.text, answered.cost, answered.iterations, answered.n_tokens) == ("q0 again", 10, 2, 10)
     assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
 
 
@@ -101,21 +103,21 @@ def test_an_answer_is_truncated_where_the_reply_is_that_it_is(chosen: str, trunc
         await asyncio.gather(generate(), generate("qq cut"))
         return Answer(chosen, 2.0, 2)
 
-    assert [a.truncated for a in answer(Cut(), jobs(1), choose)] == [truncated]
+    assert [answered.truncated for _, answered in answer(Cut(), jobs(1), choose)] == [truncated]
 
 
 def test_questions_are_put_where_a_loop_runs_already_as_in_a_notebook() -> None:
-    async def cell() -> list[JobAnswer]:
-        return answer(Echo(), jobs(3), plain)
+    async def cell() -> int:
+        return len(answer(Echo(), jobs(3), plain))
 
-    assert len(asyncio.run(cell())) == 3
+    assert asyncio.run(cell()) == 3
 
 
 def test_failures_are_one_line_and_what_was_answered_before_is_handed_over() -> None:
-    answers: list[JobAnswer] = []
+    answered: list[AnswerJob] = []
     with pytest.raises(RunFailed, match="no engine"):
-        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, 60.0, answers.append)
-    assert len(answers) == 3
+        answer_all(Echo(fail_after=4), jobs(9), plain, SAMPLING, 0, 60.0, lambda job, _: answered.append(job))
+    assert len(answered) == 3
 
     async def broken(generate: GenerateFn, row: Columns) -> Answer:
         return Answer(row["nothing"], 0)

@@ -14,6 +14,7 @@ from gkd.config import load
 from gkd.config.evaluation import _is_strategy
 from gkd.config.registry import forget_edited
 from gkd.evaluation.answering import answer_all
+from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.plan import measurements
 from gkd.evaluation.questions import Question
 from gkd.evaluation.retrieval import AdaptiveRetrieval, FixedRetrieval, Retrieval
@@ -100,11 +101,11 @@ def answered(
     (job,) = jobs(1)
     prompt = replace(job.question.prompt, text=job.question.prompt.text + opened)
     question = Question(job.question.key, prompt, row)
-    answers: list[Answer] = []
+    answers: list[RecordedAnswer] = []
     to_answer = [type(job)(question, 0)]
     sampling = Sampling(8, stop=stop)
-    answer_all(model, to_answer, strategy, sampling, 0, 60.0, lambda job_answer: answers.append(job_answer.answer))
-    return answers[0]
+    answer_all(model, to_answer, strategy, sampling, 0, 60.0, lambda _, own: answers.append(own))
+    return Answer(answers[0].text, answers[0].cost or 0, answers[0].iterations)
 
 
 def reader(prompt: str, _: int) -> str:

@@ -12,7 +12,7 @@ from gkd.cluster.workers.group import Group, gather
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo
-from gkd.evaluation.answering import AnswerJob, JobAnswer, answer_all
+from gkd.evaluation.answering import AnswerJob, answer_all
 from gkd.evaluation.engines import EngineReplies, LocalModel
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import plain
@@ -47,9 +47,9 @@ def test_eight_engines_are_eight_times_as_fast_as_one(workers: list[object]) -> 
     model = LocalModel("toy", "", "f", make_tokenizer(), ModelInfo(64, None, [2], 14))
     source = EngineReplies(settings(), model, rollout, 64)
     questions = [Question(f"{i:x}", Prompt(i, np.array([1], np.int32), "?"), {}) for i in range(N * SLOTS * ROUNDS)]
-    answers: list[JobAnswer] = []
-    answer_all(source, [AnswerJob(question, 0) for question in questions], plain, Sampling(8), 0, 60.0, answers.append)
-    assert sorted(a.job.question.prompt.id for a in answers) == list(range(len(questions)))
+    answered, jobs = list[int](), [AnswerJob(question, 0) for question in questions]
+    answer_all(source, jobs, plain, Sampling(8), 0, 60.0, lambda job, _: answered.append(job.question.prompt.id))
+    assert sorted(answered) == list(range(len(questions)))
     passes = [progress[0] for progress in group.control("progress", timeout_s=30)]
     one = len(questions) * PASSES / SLOTS  # passes of a single engine with all of its places taken
     assert one / max(passes) >= N * ROUNDS / (ROUNDS + 1), passes
