@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +19,20 @@ from gkd.scoring.watch import ScorerWatch
 WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
 
 
-def find_restart_obstacle(engines: Engines, in_turn: bool) -> str | None:
-    """Return why engines are not started again when they die; None: they are. ``in_turn``: others have their GPUs."""
+def make_restart_policy(
+    config: Config, placement: Placement, engines: Engines, in_turn: bool, start: Callable[[int], Group]
+) -> RestartPolicy:
+    """Return how ``engines`` that die are started again by ``start``, if they are.
+
+    ``in_turn``: others have their GPUs.
+    """
+    cluster, obstacle = config.cluster, None
     if in_turn:
-        return "where groups have GPUs in turn (cluster.offload) none is started again"
-    if engines.nnodes > 1:
-        return f"one over {engines.nnodes} nodes is not started again"
-    return None
+        obstacle = "where groups have GPUs in turn (cluster.offload) none is started again"
+    elif engines.nnodes > 1:
+        obstacle = f"one over {engines.nnodes} nodes is not started again"
+    within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
+    return RestartPolicy(cluster.worker_restarts, start, placement.session.threads, obstacle, within_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +68,8 @@ class RolloutEngines:
             worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker
 
-        cluster = self.config.cluster
-        obstacle = find_restart_obstacle(self.engines, cluster.offload is True)
-        within_s = cluster.start_timeout_s + cluster.reserve_timeout_s
-        return RestartPolicy(cluster.worker_restarts, start, self.placement.session.threads, obstacle, within_s)
+        in_turn = self.config.cluster.offload is True
+        return make_restart_policy(self.config, self.placement, self.engines, in_turn, start)
 
     def _arguments(self, engine: int) -> tuple[Config, EngineSpec]:
         inputs, device = self.inputs, self.engines.leaders.reports[engine].device

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 
 from gkd.cluster.health.fleet import Fleet
-from gkd.cluster.health.restarts import RestartPolicy
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.engines import Engines
@@ -20,7 +19,7 @@ from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
-from gkd.driver.groups.engines import find_restart_obstacle
+from gkd.driver.groups.engines import make_restart_policy
 from gkd.driver.inputs.find import Inputs
 from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.watch import ScorerModel, ScorerWatch
@@ -110,20 +109,14 @@ class Scorers:
         models = {}
         for model, group in self._engines_by_model().items():
             name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
-            within_s = self.config.cluster.start_timeout_s + self.config.cluster.reserve_timeout_s
-            restart_policy = RestartPolicy(
-                self.config.cluster.worker_restarts,
-                partial(self._start_again, placement, model, addresses),
-                placement.session.threads,
-                find_restart_obstacle(self.engines[name], name in self.sleeping_groups()),
-                within_s,
-            )
+            start, in_turn = partial(self._start_again, placement, model, addresses), name in self.sleeping_groups()
+            restart_policy = make_restart_policy(self.config, placement, self.engines[name], in_turn, start)
             models[model] = ScorerModel(
                 group,
                 group.submit("serve", activity="serving"),
                 addresses,
                 _settings(self.config, name).request_timeout_s,
-                within_s,
+                restart_policy.within_s,
                 restart_policy,
             )
         return ScorerWatch(models, Fleet())
