@@ -9,11 +9,10 @@ from functools import partial
 
 from gkd.actor.group import ActorGroup
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.engines import Engines, require_engines_run
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
-from gkd.config.device import require_device
 from gkd.config.transfer import choose_transfer
 from gkd.data.stream import PromptStream
 from gkd.driver.groups.engines import RolloutEngines
@@ -45,7 +44,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     Raises ConfigError where student and teacher do not fit together, RunFailed where a worker does not come up.
     """
     limit, groups = config.cluster.start_timeout_s, placement.groups
-    _require_engines_run(config, groups)
+    require_engines_run(config, groups)
     engines = Engines.from_group(groups["rollout"], config.rollout.tensor_parallel_size, limit)
     rollout, own = engines.leaders, RolloutEngines(config, inputs, placement, engines)
     colocation = Colocation()
@@ -110,14 +109,6 @@ def waves(groups: Mapping[str, Group]) -> list[list[str]]:
         else:
             waves.append([name])
     return waves
-
-
-def _require_engines_run(config: Config, groups: dict[str, Group]) -> None:
-    """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
-    for name, group in groups.items():
-        if name != "actor" and getattr(config, name).engine_class.needs_vllm:
-            for report in group.reports:
-                require_device(report.device, str(report))
 
 
 def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from gkd.cluster.workers.engines import Engines
+from gkd.cluster.workers.engines import Engines, require_engines_run
 from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config
-from gkd.config.device import require_device
 from gkd.data.layouts import template_variables
 from gkd.data.model_info import ModelInfo
 from gkd.data.templates import begins_itself, special_ids_around
@@ -53,9 +52,7 @@ def start_engines(config: Config, placement: Placement, model: LocalModel, max_l
     Raises ConfigError for a device that the engine is not for, RunFailed where a worker does not come up.
     """
     group, limit = placement.groups["rollout"], config.cluster.start_timeout_s
-    if config.rollout.engine_class.needs_vllm:
-        for report in group.reports:
-            require_device(report.device, str(report))
+    require_engines_run(config, placement.groups)
     engines = Engines.from_group(group, config.rollout.tensor_parallel_size, limit)
     arguments = [
         (config, EngineSpec.for_rollout(config, model.path, model.info, max_length, rank, report.device))

@@ -14,7 +14,8 @@ from typing import Any
 from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
-from gkd.config.device import NodeSpan
+from gkd.config import Config
+from gkd.config.device import NodeSpan, require_device
 from gkd.errors import RunFailed
 
 
@@ -136,3 +137,11 @@ def _parts(group: Group, tensor_parallel_size: int) -> list[list[int]]:
                 f"{counts} GPUs on its nodes"
             )
     return parts
+
+
+def require_engines_run(config: Config, groups: Mapping[str, Group]) -> None:
+    """Raise ConfigError where vLLM is to run on a device that the installed build is not for."""
+    for name, group in groups.items():
+        if name != "actor" and getattr(config, name).engine_class.needs_vllm:
+            for report in group.reports:
+                require_device(report.device, str(report))
