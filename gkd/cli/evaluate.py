@@ -110,16 +110,11 @@ def _compose_for_run(named: str, overrides: Sequence[str]) -> tuple[Config, tupl
 
 def compose_evaluation(overrides: Sequence[str]) -> Config:
     """Compose the configuration of an evaluation. Raises ConfigError, also for settings that have no effect on one."""
-    from gkd.config.compose import compose, groups
-    from gkd.config.loading import names_file, read_requested
+    from gkd.config.compose import compose, groups, named_settings
 
-    values = {override.partition("=")[0].lstrip("+~"): override.partition("=")[2] for override in overrides}
-    for key in values:
-        _require_effect(key, list(groups()))
-    files = [read_requested(override).get("rollout") for override in overrides if names_file(override)]
-    named = {f"rollout.{name}" for own in files if isinstance(own, dict) for name, value in own.items() if value}
-    named |= values.keys()
-    wide = "rollout.tensor_parallel_size"
+    for override in overrides:
+        _require_effect(override.partition("=")[0].lstrip("+~"), list(groups()))
+    named, wide = named_settings(overrides), "rollout.tensor_parallel_size"
     if wide in named and not named & {"rollout.gpus", "rollout.gpus_by_node"}:
         # As many GPUs as an engine has, before mode makes them more.
         overrides = [*overrides, f"rollout.n_gpus_per_node=${{{wide}}}"]

@@ -80,9 +80,9 @@ def make(
 
 def _compose(overrides: Sequence[str]) -> Config:
     """Compose the configuration; data need not be named where a model of one's own is."""
-    from gkd.config.compose import compose_run
+    from gkd.config.compose import compose_run, named_settings
 
-    named = _find_named(overrides)
+    named = named_settings(overrides)
     if {"model.path", "model.size"} & named:
         overrides = [*(f"{key}={value}" for key, value in STAND_INS.items() if key not in named), *overrides]
     try:
@@ -91,20 +91,6 @@ def _compose(overrides: Sequence[str]) -> Config:
         if "but not teacher.model.path (or teacher.server_ip)" not in str(error):
             raise
         raise ConfigError("there is no teacher: name teacher.model.path, or teacher.model.size such as 7b") from None
-
-
-def _find_named(overrides: Sequence[str]) -> set[str]:
-    """Return the settings that overrides name, and those that a file among them sets."""
-    from gkd.config.compose import parse_overrides
-    from gkd.config.loading import names_file, read_requested
-    from gkd.config.overrides import flatten
-
-    files = [override for override in overrides if names_file(override)]
-    parsed = parse_overrides([override for override in overrides if override not in files])
-    named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
-    return named | {
-        key for file in files for key, value in flatten(read_requested(file)).items() if value not in (None, [])
-    }
 
 
 def _place_here(config: Config, best: bool) -> Config:

@@ -37,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def compose_server(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a server, whose own defaults come below those of a file among the overrides."""
-    from gkd.config.compose import compose
-    from gkd.config.loading import names_file, read_requested
+    from gkd.config.compose import compose, named_settings
 
-    sections = [read_requested(override).get("teacher") for override in overrides if names_file(override)]
-    has_address = any(isinstance(teacher, dict) and teacher.get("server_ip") for teacher in sections)
+    has_address = "teacher.server_ip" in named_settings(overrides)
     return compose([*_DEFAULTS, *([] if has_address else ["teacher.server_ip=127.0.0.1"]), *overrides])

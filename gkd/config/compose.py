@@ -35,7 +35,7 @@ from gkd.config.loading import (
     read_requested,
 )
 from gkd.config.open import OpenSections
-from gkd.config.overrides import keep_name, literal_override
+from gkd.config.overrides import flatten, keep_name, literal_override
 from gkd.config.registry import forget_edited, make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
@@ -282,6 +282,16 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             if override and os.path.exists(user_path(override)):  # noqa: PTH110 - it takes any text, Path.exists not
                 raise ConfigError(f"{override}: a file or directory is no setting, unless it is a .yaml file") from None
         raise ConfigError(_explain_unreadable(overrides)) from None
+
+
+def named_settings(overrides: Sequence[str]) -> set[str]:
+    """Return the settings that overrides name, and those that a file among them sets. Raises ConfigError."""
+    files = [override for override in overrides if names_file(override)]
+    parsed = parse_overrides([override for override in overrides if override not in files])
+    named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
+    return named | {
+        key for file in files for key, value in flatten(read_requested(file)).items() if value not in (None, [])
+    }
 
 
 _parser = cache(OverridesParser.create)
