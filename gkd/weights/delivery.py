@@ -48,25 +48,16 @@ class Delivery:
 
     def __init__(self, push: Push, destinations: Sequence[Destination]) -> None:
         self.push = push
-        self._destinations = list(destinations)
+        self.destinations = list(destinations)
+        """Those that still get buckets."""
         self.served: dict[int, int] = {}
         self.lost: dict[int, Exception] = {}
         """What came of engines that get no more."""
         self._flying: deque[tuple[Bucket, list[tuple[Destination, Any]]]] = deque()
 
-    @property
-    def destinations(self) -> list[Destination]:
-        """Those that still get buckets."""
-        return list(self._destinations)
-
-    @property
-    def has_receivers(self) -> bool:
-        """Whether anybody receives buckets."""
-        return bool(self._destinations)
-
     def send(self, bucket: Bucket) -> None:
         """Start sending a bucket."""
-        calls = [(to, to.worker.load_bucket.remote(self.push, bucket, to.n_senders)) for to in self._destinations]
+        calls = [(to, to.worker.load_bucket.remote(self.push, bucket, to.n_senders)) for to in self.destinations]
         self._flying.append((bucket, calls))
 
     def make_room(self, n: int = IN_FLIGHT - 1) -> None:
@@ -84,8 +75,8 @@ class Delivery:
                 except GetTimeoutError:
                     raise RunFailed(f"{bucket} was not loaded within {self.push.limit_s:g} s") from None
                 except (RayError, RunFailed) as error:  # the driver has it from the engine's own answer
-                    if to in self._destinations:
-                        self._destinations.remove(to)
+                    if to in self.destinations:
+                        self.destinations.remove(to)
                         self.lost[to.engine] = error
             self._flying.popleft()
 

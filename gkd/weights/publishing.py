@@ -41,7 +41,7 @@ class Publisher:
         failure: Exception | None = None
         last, number = False, 0
         while not last:
-            packs = delivery.has_receivers and failure is None
+            packs = bool(delivery.destinations) and failure is None
             try:
                 if packs:
                     delivery.make_room()
@@ -64,9 +64,9 @@ class Publisher:
 
     def _has_receivers(self, delivery: Delivery) -> bool:
         """Return whether any engine still receives from here; where all are lost, nobody has buckets open any more."""
-        if delivery.lost and not delivery.has_receivers:
+        if delivery.lost and not delivery.destinations:
             self.sender.forget_receivers()
-        return delivery.has_receivers
+        return bool(delivery.destinations)
 
     def _hand_over(self, bucket: Bucket, delivery: Delivery) -> None:
         delivery.send(bucket)

@@ -173,7 +173,7 @@ class Losing(Delivery):
 
     def make_room(self, n: int = 1) -> None:
         if self.n_sent == 3:
-            self._destinations.clear()
+            self.destinations.clear()
             self.lost[0] = RunFailed("gone")
 
 
