@@ -258,7 +258,7 @@ def test_intervals_of_sets_are_of_their_standard_errors() -> None:
     intervals = read_intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
     assert set(intervals) == {"val/accuracy", "val/hard/accuracy"}  # one question alone has no standard error
     assert intervals["val/hard/accuracy"]["after"] == pytest.approx((0.304, 0.696), abs=1e-3)
-    assert set(read_intervals({"before": {}, "after": values})) == {"val/hard/accuracy"}
+    assert set(read_intervals({"n_val": 0, "before": {}, "after": values, "teacher": {}})) == {"val/hard/accuracy"}
 
 
 @pytest.mark.parametrize("teacher", [{}, {"val/accuracy": 1.0}])

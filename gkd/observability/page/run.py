@@ -55,7 +55,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "metrics": collect_columns(rows),
         "events": events[-MAX_EVENTS:],
         "summary": summary,
-        "n_val": 0 if summary is None else int(summary.get("n_val", 0)),
+        "n_val": 0 if summary is None else summary["n_val"],
         "intervals": {} if summary is None else read_intervals(summary),
         "differs": None if requested is None else list_differences(requested),
         "placement": [
@@ -100,9 +100,9 @@ def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
 
     Those of ``val/NAME/accuracy`` are of its standard error, as an answer of a set may be a mean over samples.
     """
-    n, bounds = int(summary.get("n_val", 0)), dict[str, dict[str, tuple[float, float]]]()
+    n, bounds = summary["n_val"], dict[str, dict[str, tuple[float, float]]]()
     for when in MEASURED:
-        values = summary.get(when, {})
+        values = summary[when]
         for name, value in values.items():
             stderr = values.get(f"{name.removesuffix('accuracy')}stderr") if name.endswith("/accuracy") else None
             if name == "val/accuracy" and n and 0 <= value <= 1:
