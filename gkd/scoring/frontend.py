@@ -89,8 +89,7 @@ class Frontend:
 
     def reject(self, job: QueuedRequest, code: ErrorCode, message: str) -> None:
         """Answer a job that was taken with an error."""
-        self.counts[code] += 1
-        self.reply([(job, wire.encode(wire.Error(job.id, code, message[:4096])))])
+        self.reply([(job, wire.encode(self._refuse(job.id, code, message)))])
 
     def close(self, code: ErrorCode = "stopping", message: str = "the server is stopping") -> None:
         """Refuse what is queued, send what is to be sent (half a second at most), and give everything back."""
@@ -107,9 +106,13 @@ class Frontend:
         self._reject_queued(job, "expired", "its deadline passed while it waited for the engine")
 
     def _reject_queued(self, job: QueuedRequest, code: ErrorCode, message: str) -> None:
-        self.counts[code] += 1
-        self._outgoing.append((job.client, wire.encode(wire.Error(job.id, code, message[:4096])), None))
+        self._outgoing.append((job.client, wire.encode(self._refuse(job.id, code, message)), None))
         self._wakeup.set()
+
+    def _refuse(self, id: int | None, code: ErrorCode, message: str) -> wire.Error:
+        """Return the answer to a request that gets no other one, which is counted."""
+        self.counts[code] += 1
+        return wire.Error(id, code, message[:4096])
 
     def _release(self) -> None:
         self._socket.close(linger=LINGER_MS)
@@ -227,8 +230,7 @@ class Frontend:
         try:
             frames = wire.unpack(frame)
         except wire.WireError as error:
-            self.counts["bad_request"] += 1
-            return [wire.Error(None, "bad_request", str(error))]
+            return [self._refuse(None, "bad_request", str(error))]
         return [answer for frame in frames if (answer := self._answer(client, frame)) is not None]
 
     def _answer(self, client: bytes, frame: bytes) -> wire.Message | None:
@@ -252,11 +254,9 @@ class Frontend:
                     return None
             raise wire.WireError(f"{type(body).__name__} is not for a server")
         except wire.WireError as error:
-            rejected = RequestRejected("bad_request", str(error))
+            return self._refuse(id, "bad_request", str(error))
         except RequestRejected as error:
-            rejected = error
-        self.counts[rejected.code] += 1
-        return wire.Error(id, rejected.code, rejected.message[:4096])
+            return self._refuse(id, error.code, error.message)
 
     def _welcome(self) -> wire.Welcome:
         limits = self.limits
