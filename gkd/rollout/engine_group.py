@@ -174,10 +174,7 @@ class EngineGroup:
         """
         if isinstance(failure, WorkerHung):
             self.group.end(engine)
-        then = self._restarts.lose(engine)
-        if self._restarts.is_lost:
-            raise failure
-        return then
+        return self._restarts.lose(engine, failure)
 
     def has_lost_node(self, engine: int) -> bool:
         """Return whether the node of an engine that died has left as well, with the samples that are stored there."""

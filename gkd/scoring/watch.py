@@ -116,9 +116,7 @@ class ScorerWatch:
         if isinstance(failure, WorkerHung):
             replicas.group.end(member)
         replicas.calls = {call: its for call, its in replicas.calls.items() if its != member}
-        then = replicas.restarts.lose(member)
-        if replicas.restarts.is_lost:
-            raise failure
+        then = replicas.restarts.lose(member, failure)
         others = len(self.fleet.members(model, *PRESENT))
         goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"
         log.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})

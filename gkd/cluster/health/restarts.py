@@ -51,10 +51,10 @@ class Restarts:
         self._starting: dict[int, Future[Group]] = {}
         self._late: dict[int, float] = {}  # when (time.monotonic) a start is to be named that goes on, by member
 
-    def lose(self, member: int, final: bool = False) -> str:
+    def lose(self, member: int, failure: Exception, final: bool = False) -> str:
         """Note that a member died, and begin to start it again or give it up; returns which, for messages.
 
-        ``final``: no further attempt will do.
+        ``final``: no further attempt will do. Raises ``failure`` where no member is there and none will be.
         """
         self.fleet.change(self.group, member, HealthEvent.DIED)
         restart_policy, number = self._restart_policy, self.fleet.restarts(self.group, member) + 1
@@ -68,6 +68,8 @@ class Restarts:
             self._begin(member, restart_policy)
             return f"it is started again ({number} of cluster.worker_restarts={restart_policy.limit})"
         self.fleet.change(self.group, member, HealthEvent.GIVEN_UP)
+        if not self.fleet.members(self.group, *(set(Health) - {Health.RETIRED, Health.DEAD})):
+            raise failure
         if restart_policy is None or final:
             return "it is given up"
         return f"it is given up: {restart_policy.obstacle or f'cluster.worker_restarts={restart_policy.limit}'}"
@@ -102,10 +104,9 @@ class Restarts:
                 self.fleet.change(self.group, member, HealthEvent.STARTED)
                 started[member] = done.result()
                 continue
-            failure = f"a new worker in place of {self.group} {member} did not start: {one_line(error)}"
-            then = self.lose(member, isinstance(error, NodeLost))
-            if self.is_lost:
-                raise WorkerDied(failure) from error
+            failure = WorkerDied(f"a new worker in place of {self.group} {member} did not start: {one_line(error)}")
+            failure.__cause__ = error
+            then = self.lose(member, failure, isinstance(error, NodeLost))
             log.warning("%s; %s", failure, then, extra={"kind": "death"})
         return started
 
@@ -115,8 +116,3 @@ class Restarts:
             if self._restart_policy is not None and not self._starting[member].done():
                 log.warning("a new worker in place of %s %d is not there after %g s; it is waited for: Ray's control "
                             "service may hang", self.group, member, self._restart_policy.within_s)  # fmt: skip
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether no member is there and none will be."""
-        return not self.fleet.members(self.group, *(set(Health) - {Health.RETIRED, Health.DEAD}))

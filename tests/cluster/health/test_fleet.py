@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from gkd.cluster.health.fleet import NEXT, PRESENT, WORKING, Fleet, Health, HealthEvent
 from gkd.cluster.health.restarts import RestartPolicy, Restarts
-from gkd.cluster.workers.failure import NodeLost
+from gkd.cluster.workers.failure import NodeLost, WorkerDied
 from gkd.errors import RunFailed
 from tests.error_text import contains_in_order
 
 H, C = Health, HealthEvent
+DEATH = WorkerDied("killed")
 ALLOWED = {
     H.HEALTHY: {C.SILENT: H.SUSPECT, C.DIED: H.DEAD, C.READY: H.HEALTHY},
     H.SUSPECT: {C.ANSWERED: H.HEALTHY, C.DIED: H.DEAD, C.READY: H.HEALTHY},
@@ -75,17 +76,15 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
             thread.join(10)
         return restarts.take()  # type: ignore[return-value]
 
-    assert restarts.lose(1).endswith("(1 of cluster.worker_restarts=2)")
+    assert restarts.lose(1, DEATH).endswith("(1 of cluster.worker_restarts=2)")
     assert take() == {}  # it did not start, and is started once more
     assert fleet.health("rollout", 1) is Health.RESTARTING
     assert take() == {1: "worker 2"}
     assert fleet.members("rollout", Health.STALE) == [1]
     assert take() == {}
     fleet.change("rollout", 1, HealthEvent.READY)
-    assert restarts.lose(1).endswith(": cluster.worker_restarts=2")
-    assert not restarts.is_lost
-    assert restarts.lose(0).endswith("(1 of cluster.worker_restarts=2)")
-    assert not restarts.is_lost  # the run waits for it
+    assert restarts.lose(1, DEATH).endswith(": cluster.worker_restarts=2")
+    assert restarts.lose(0, DEATH).endswith("(1 of cluster.worker_restarts=2)")  # the run waits for it
     assert take() == {0: "worker 3"}
     assert attempts == [1, 1, 0]
 
@@ -101,7 +100,7 @@ def test_a_start_that_takes_too_long_is_named_once(caplog: pytest.LogCaptureFixt
 
     threads: list[threading.Thread] = []
     restarts = Restarts(fleet, "rollout", RestartPolicy(3, start, threads, within_s=0.2))  # type: ignore[arg-type]
-    restarts.lose(1)
+    restarts.lose(1, DEATH)
     assert restarts.take() == {} and not caplog.messages
     time.sleep(0.3)
     assert restarts.take() == restarts.take() == {}
@@ -121,7 +120,7 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
 
     threads: list[object] = []
     restarts = Restarts(fleet, "rollout", RestartPolicy(1, start, threads))  # type: ignore[arg-type]
-    restarts.lose(0)
+    restarts.lose(0, DEATH)
     threads[0].join(10)  # type: ignore[attr-defined]
     with pytest.raises(RunFailed, match=r"\brollout 0 .*: .*node left$"):
         restarts.take()
@@ -133,15 +132,14 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
         raise NodeLost("workers could not be started again: a node left")
 
     restarts = Restarts(fleet, "reference", RestartPolicy(3, on_a_node_that_left, threads))  # type: ignore[arg-type]
-    restarts.lose(1)
+    restarts.lose(1, DEATH)
     threads[-1].join(10)  # type: ignore[attr-defined]
     assert restarts.take() == {}
     assert fleet.health("reference", 1) is Health.RETIRED  # at once: what was reserved there is gone with it
-    assert not restarts.is_lost
 
-    fleet.add("teacher", 2)
+    fleet.add("teacher", 3)
     refused = Restarts(fleet, "teacher", RestartPolicy(3, start, [], "an obstacle"))  # type: ignore[arg-type]
-    assert refused.lose(0).endswith(": an obstacle")
-    assert not refused.is_lost
-    assert ":" not in Restarts(fleet, "teacher").lose(1)  # nothing is the reason: none was to be started
-    assert refused.is_lost
+    assert refused.lose(0, DEATH).endswith(": an obstacle")
+    assert ":" not in Restarts(fleet, "teacher").lose(1, DEATH)  # nothing is the reason: none was to be started
+    with pytest.raises(WorkerDied, match="killed"):
+        refused.lose(2, DEATH)
