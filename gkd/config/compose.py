@@ -286,12 +286,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 def named_settings(overrides: Sequence[str]) -> set[str]:
     """Return the settings that overrides name, and those that a file among them sets. Raises ConfigError."""
-    files = [override for override in overrides if names_file(override)]
-    parsed = parse_overrides([override for override in overrides if override not in files])
+    files = [flatten(read_requested(override)) for override in overrides if names_file(override)]
+    parsed = parse_overrides([override for override in overrides if not names_file(override)])
     named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
-    return named | {
-        key for file in files for key, value in flatten(read_requested(file)).items() if value not in (None, [])
-    }
+    return named | {key for values in files for key, value in values.items() if value not in (None, [])}
 
 
 _parser = cache(OverridesParser.create)
