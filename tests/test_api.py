@@ -151,7 +151,7 @@ def test_the_settings_of_the_page_are_accepted() -> None:
         n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Assign) and ast.unparse(n.targets) == "settings"
     )
     config = compose(overrides_of(ast.literal_eval(node.value)))
-    assert (config.actor.lr, config.actor.lora.r, config.data.train_files) == (1e-6, 16, ["train.jsonl"])
+    assert (config.actor.lr, config.actor.lora.r, config.data.train_files) == (1e-5, 16, ["train.jsonl"])
 
 
 def test_names_of_the_package() -> None:

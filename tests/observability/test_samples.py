@@ -90,7 +90,8 @@ def test_samples_of_the_first_prompts_are_kept_with_their_own_arrays(
         own.sample.token_ids[2:] = number
     monkeypatch.setattr("gkd.observability.samples.fetch_samples", lambda its, *_: [s.ref for s in its])
     places = [(9, 0), (5, 1), (2, 1), (9, 1), (2, 0), (5, 0)]
-    samples = [training_sample(i, *place, n=N, ref=responses[place]) for i, place in enumerate(places)]
+    keys = {(5, 0): 0, (5, 1): 1, (9, 0): 2, (9, 1): 3, (2, 0): 4, (2, 1): 5}  # as they were asked for
+    samples = [training_sample(keys[place], *place, n=N, ref=responses[place]) for place in places]
     with JsonLines(tmp_path / "samples.jsonl") as file:
         SampleLog(file, load({"trainer": {"n_logged_samples": 3}}), word_tokenizer()).write(5, samples)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
