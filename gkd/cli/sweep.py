@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gkd.cli.compare import show_each_score
+from gkd.cluster.session.shutdown import defer_signals
 from gkd.config import Config, user_path
 from gkd.config.output_files import METRICS, REPORT
 from gkd.config.overrides import literal_override, shell_override
@@ -160,13 +161,16 @@ def _run(run: SweptRun, config: Config, directory: Path, descriptor: int) -> int
         further.append(literal_override("trainer.run_group", directory.name))
     command = [sys.executable, "-m", "gkd.main", *run.overrides, *further]
     ends = partial(end_with_parent, signal.SIGTERM)
-    with subprocess.Popen(command, pass_fds=[descriptor], preexec_fn=ends) as process:  # noqa: PLW1509 takes no lock
-        try:
-            return process.wait()
-        except BaseException:
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with defer_signals():
+            process = subprocess.Popen(command, pass_fds=[descriptor], preexec_fn=ends)  # noqa: PLW1509 takes no lock
+        return process.wait()
+    except BaseException:
+        if process is not None:
             process.terminate()
             process.wait()
-            raise
+        raise
 
 
 def show(runs: Sequence[SweptRun], codes: Sequence[int], directory: Path, out: Console) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ from gkd.cli import sweep
 from gkd.cli.compare import main as main_compare
 from gkd.cli.sweep import SweptRun, expand, show
 from gkd.cli.train import configure, main
-from gkd.config import Config
+from gkd.cluster.session.shutdown import ENDING, exit_on_signals
+from gkd.config import Config, load
 from gkd.driver.validation.final_scores import SetScores, write_scores
 from gkd.durable import is_held
+from gkd.errors import SignalExit
 from gkd.observability.metrics import wilson_interval
 from tests.observability.runs import make_run
 
@@ -110,7 +115,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
         def wait(self) -> int:
             return 1
 
-    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "Popen", Process)
     make_run(tmp_path / "actor.lr=0.1")
     resumed = ["+recipe=grpo", "actor.lr=0.1,0.2", f"trainer.output_dir={tmp_path}", "trainer.resume=true"]
     assert sweep.sweep(resumed, configure) == 1
@@ -120,6 +125,37 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_there_are(
         [f"trainer.output_dir='{tmp_path}/actor.lr=0.1'", "trainer.resume=auto", group],
         [f"trainer.output_dir='{tmp_path}/actor.lr=0.2'", "trainer.resume=auto", group],
     ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_while_a_run_is_started_ends_it_and_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Python forks itself for that, and discards what a handler raises meanwhile."""
+    done: list[str] = []
+
+    class Process:
+        def __init__(self, *_: object, **__: object) -> None:
+            with contextlib.suppress(SystemExit):
+                signal.raise_signal(number)
+
+        def wait(self) -> int:
+            done.append("wait")
+            return 0
+
+        def terminate(self) -> None:
+            done.append("terminate")
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    before = {each: signal.getsignal(each) for each in ENDING}
+    exit_on_signals()
+    try:
+        with pytest.raises(SignalExit) as end:
+            sweep._run(SweptRun("a", ()), load({}), tmp_path, 0)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert end.value.exit_code == 128 + number and done == ["terminate", "wait"]
 
 
 def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:

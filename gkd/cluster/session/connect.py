@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from gkd.cluster.session.address import require_cluster, use_own_token
 from gkd.cluster.session.control_service import SETTING, ControlService, finish_s
 from gkd.cluster.session.shutdown import (
     abandon,
+    defer_signals,
     end_unless_done,
     ignore_signals,
     keep_exit_code,
@@ -356,8 +356,15 @@ def start_servers_in_own_groups() -> Iterator[None]:
     """Have Ray's servers end with the run and not with its group of processes.
 
     ``timeout`` and a shell's ``kill %1`` send SIGTERM to the whole group, and a run needs Ray for its last checkpoint.
+    Ray starts them with a ``preexec_fn``.
     """
-    with replace_attributes(services, ConsolePopen=partial(services.ConsolePopen, process_group=0)):
+    start: type[subprocess.Popen[Any]] = services.ConsolePopen
+
+    def start_in_own_group(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:
+        with defer_signals():
+            return start(*args, process_group=0, **kwargs)
+
+    with replace_attributes(services, ConsolePopen=start_in_own_group):
         yield
 
 

@@ -155,20 +155,40 @@ def shield_children_from_hangups() -> Iterator[None]:
 @contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
     """Let a clean-up of bounded length finish, also when Ctrl-C is pressed again; :func:`received_signal` has it."""
-    if threading.current_thread() is not threading.main_thread():
+    with _note_signals(lambda number: _received.append((number, time.monotonic()))):
         yield
-        return
 
-    def note(number: int, _: FrameType | None) -> None:
-        _received.append((number, time.monotonic()))
 
-    before = {number: signal.getsignal(number) for number in ENDING}
-    handle_ending_signals(note)
+@contextlib.contextmanager
+def defer_signals() -> Iterator[None]:
+    """Act on signals that come within the block after it, for a block that starts a process with a ``preexec_fn``.
+
+    Python itself forks for that and calls what libraries have registered for it, such as what holds their locks. An
+    exception that a signal raises there is discarded, and the lock stays held.
+    """
+    came: list[int] = []
     try:
-        yield
+        with _note_signals(came.append):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _note_signals(note: Callable[[int], object]) -> Iterator[None]:
+    """Call ``note`` for each signal in the block, in place of what is there for it; one that is ignored stays so.
+
+    In a thread that is not the main one nothing is changed.
+    """
+    with contextlib.ExitStack() as handlers:  # which puts all back, also where a signal comes between two
+        if threading.current_thread() is threading.main_thread():
+            for number in ENDING:
+                before = signal.getsignal(number)
+                if before not in (signal.SIG_IGN, None):
+                    handlers.callback(signal.signal, number, before)
+                    signal.signal(number, lambda number, _: note(number))
+        yield
 
 
 def run_within(timeout_s: float, activity: str, call: Callable[[], object]) -> bool:

@@ -74,6 +74,35 @@ def test_a_signal_that_comes_while_something_is_closed_is_known_after_it() -> No
     assert (run.wait(30), run.stderr.read() if run.stderr else "") == (143, "stopped by SIGTERM\n")
 
 
+FORKS = """
+import os, signal, sys
+from ray._private import services
+from gkd.cluster.session.connect import start_servers_in_own_groups
+from gkd.cluster.session.shutdown import exit_on_signals
+from gkd.errors import catch_errors
+
+os.register_at_fork(before=lambda: os.kill(os.getpid(), int(sys.argv[1])))
+
+def run():
+    exit_on_signals()
+    command = [sys.executable, "-c", "import signal; print(*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))"]
+    with start_servers_in_own_groups():
+        services.ConsolePopen(command, preexec_fn=os.getpid)
+    return 0
+
+raise SystemExit(catch_errors(run))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_one_that_comes_while_rays_servers_are_started_is_acted_on(number: signal.Signals) -> None:
+    """Python forks itself for those, and discards what is raised in what libraries have registered for that."""
+    done = subprocess.run([sys.executable, "-c", FORKS, str(int(number))], capture_output=True, text=True, check=False)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert (done.returncode, done.stderr) == (128 + number, f"stopped by {name}\n")
+    assert done.stdout == "\n"  # a server has none of them blocked
+
+
 def _start(command: list[str]) -> subprocess.Popen[str]:
     run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None
