@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import gkd
 from gkd import evaluate, plan, train
-from gkd.cli.train import _describe_newest_checkpoint
+from gkd.cli.train import _describe_end
 from gkd.config.compose import compose
 from gkd.config.overrides import overrides_of, shell_override
 from gkd.errors import ConfigError, RunFailed, SignalExit
@@ -87,7 +87,7 @@ def test_the_settings_that_a_stopped_run_goes_on_with_can_be_pasted_into_a_shell
     output = tmp_path / "trainer.seed=0"
     (output / "checkpoints").mkdir(parents=True)
     (output / "checkpoints" / "latest").write_text("step_3")
-    settings = shlex.split(_describe_newest_checkpoint(output).partition("(")[2])[:2]
+    settings = shlex.split(_describe_end(compose([]), output).partition("(")[2])[:2]
     assert compose(["+recipe=grpo", *settings]).trainer.output_dir == str(output)
 
 

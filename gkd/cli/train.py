@@ -129,12 +129,12 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             output.rmdir()
         raise
     except SystemExit as end:  # a signal, or output that nobody reads any more
-        end.add_note(_describe_newest_checkpoint(output))
+        end.add_note(_describe_end(config, output))
         raise
     except (RunFailed, ControlLost) as failure:
         if overrides is not None and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
-            _raise_received(output, failure)
+            _raise_received(config, output, failure)
             restart.begin_again(config, overrides, output, failure)
         if (first := restart.find_first_failure()) is not None:
             failure.add_note(f"no step was trained since the first failure: {first}")
@@ -151,12 +151,12 @@ def _with_absolute_paths(config: Config) -> Config:
     return load(with_absolute_paths(config.model_dump(), Path.cwd()))
 
 
-def _raise_received(output: Path, failure: Exception) -> None:
+def _raise_received(config: Config, output: Path, failure: Exception) -> None:
     """Raise the end that a signal asked for while the run was closed after a ``failure``."""
     from gkd.cluster.session.shutdown import received_signal
 
     if (end := received_signal()) is not None:
-        end.add_note(_describe_newest_checkpoint(output))
+        end.add_note(_describe_end(config, output))
         raise end from failure
 
 
@@ -199,10 +199,13 @@ def _require_home(cache_dir: str | None) -> None:
     os.environ["HOME"] = str(Path(cache_dir).absolute())
 
 
-def _describe_newest_checkpoint(output: Path) -> str:
+def _describe_end(config: Config, output: Path) -> str:
     """Return what a run that was stopped leaves."""
     from gkd.config.overrides import shell_override
+    from gkd.driver.checkpoints.resume import explain_finished
 
+    if (text := explain_finished(config, output)) is not None:
+        return text
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text(encoding="utf-8")
     except (OSError, ValueError):  # no file, or one that is damaged

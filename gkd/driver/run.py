@@ -119,23 +119,18 @@ def _drive(
             timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first, scorer)
             stop = EarlyStop(config.trainer.stop_early, output / METRICS)
             run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best, stop)
+            n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
             try:
-                state, end = _train_and_save(config, system.parts, run_log, saved, output / "model")
+                summary = _train_and_save(config, system.parts, run_log, saved, output, n_val)
             finally:
                 timeline.write()
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"
             _print_pace(config, output, run_log, requested, on_gpus)
-            if stop.reason is not None and end.step < config.trainer.total_steps:
-                progress.print_line(f"stopped early after step {end.step}: {stop.reason}")
-                note("stop", stop.reason, step=end.step)
-        own = SetScores("val", 1, system.parts.validation.scores)
-        write_scores([own, *system.parts.val_sets.last_scores()], output)
+            if stop.reason is not None and summary.steps < config.trainer.total_steps:
+                progress.print_line(f"stopped early after step {summary.steps}: {stop.reason}")
+                note("stop", stop.reason, step=summary.steps)
         for client in system.teachers.values():
             client.close()
-    wall_s = state.wall_s + time.monotonic() - started_s
-    n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
-    summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
-    report.write(summary, output)
     return summary, checkpoints, best
 
 
@@ -168,18 +163,22 @@ def _find_first_step(saved: SavedCheckpoint | None) -> int:
 
 
 def _train_and_save(
-    config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint | None, model: Path
-) -> tuple[RunState, RunState]:
-    """Train, from a checkpoint where there is one, and write the student to ``model``.
+    config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint | None, output: Path, n_val: int
+) -> report.Summary:
+    """Train, from a checkpoint where there is one, and write the student and what the run came to.
 
-    Returns where it began and where it ended.
+    With that the run is finished; where it ends before, a checkpoint is saved. ``n_val``: as of the summary.
     """
     state = _validate_before(config, parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
         end = train(config, parts, log, state)
-        parts.actor.save(str(model))
+        parts.actor.save(str(output / "model"))
         log.checkpoints.wait()
-        return state, end
+        write_scores([SetScores("val", 1, parts.validation.scores), *parts.val_sets.last_scores()], output)
+        wall_s = state.wall_s + time.monotonic() - log.checkpoints.started
+        summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
+        report.write(summary, output)
+        return summary
     except BaseException:
         log.checkpoints.rescue(parts.actor)
         raise

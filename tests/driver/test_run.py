@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.doubts import doubts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.run import CPU_SPLIT, _check_memory, _forget_after, _print_pace, _restore, step_text
+from gkd.driver.run import CPU_SPLIT, _check_memory, _forget_after, _print_pace, _restore, _train_and_save, step_text
 from gkd.driver.validation.best import BestModel
+from gkd.errors import SignalExit
+from gkd.observability.report import read
 from gkd.planning.shapes import SIZE_FIELDS, SIZES
 
 
@@ -210,3 +214,41 @@ def test_a_best_student_of_steps_that_are_done_again_counts_no_more(
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (tmp_path / "best.json").exists() == stays == (last["step"] == step) and (tmp_path / "best").is_dir()
     assert BestModel("val/accuracy", tmp_path).value == (0.4 if stays else None)
+
+
+@pytest.mark.parametrize("fails", [None, "train", "save", "wait", "write_scores", "write"])
+def test_a_run_is_finished_or_leaves_a_checkpoint(
+    fails: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends it, up to its last file."""
+    done: list[str] = []
+
+    def do(what: str, result: Any = None) -> Any:
+        def call(*_: object) -> Any:
+            done.append(what)
+            if what == fails:
+                raise SignalExit(signal.SIGTERM)
+            return result
+
+        return call
+
+    end = replace(STATE, validated={"val/accuracy": 0.9})
+    monkeypatch.setattr("gkd.driver.run._validate_before", lambda *_: STATE)
+    monkeypatch.setattr("gkd.driver.run.train", do("train", end))
+    monkeypatch.setattr("gkd.driver.run.write_scores", do("write_scores"))
+    if fails == "write":
+        monkeypatch.setattr("gkd.observability.report.write", do("write"))
+    parts: Any = SimpleNamespace(
+        actor=SimpleNamespace(save=do("save")),
+        validation=SimpleNamespace(scores={}),
+        val_sets=SimpleNamespace(last_scores=list),
+    )
+    checkpoints = SimpleNamespace(wait=do("wait"), rescue=do("rescue"), started=0.0)
+    log: Any = SimpleNamespace(checkpoints=checkpoints)
+    with pytest.raises(SignalExit) if fails else nullcontext():
+        summary = _train_and_save(load({}), parts, log, None, tmp_path, 7)
+        assert (summary.before, summary.after, summary.steps) == (STATE.before, end.validated, end.step)
+        assert summary.n_val == 7 and summary.wall_s > 0 and summary == read(tmp_path)
+    order = ["train", "save", "wait", "write_scores", "write"]
+    assert done == (order[:4] if fails is None else [*order[: order.index(fails) + 1], "rescue"])
+    assert (tmp_path / "summary.json").exists() == (fails is None)

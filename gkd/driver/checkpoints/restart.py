@@ -18,8 +18,8 @@ from gkd.config import Config
 from gkd.config.output_files import BEST, METRICS, SAMPLES
 from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.checkpoint import complete
+from gkd.driver.checkpoints.resume import has_trained
 from gkd.errors import ControlLost, RunFailed, one_line
-from gkd.observability.report import steps_done
 from gkd.observability.tracking import OnStep
 
 COUNT = "GKD_RESTARTS"
@@ -79,10 +79,10 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path, failure:
 def start_over(config: Config, output: Path) -> bool:
     """Forget what a run had logged that left no checkpoint and may begin again; returns whether that is so.
 
-    It may where it does so by itself, and by ``trainer.resume=auto`` where it has not ended.
+    It may where it does so by itself, and by ``trainer.resume=auto``, unless it has done its last step.
     """
-    may = restarts() > 0 or (config.trainer.resume == "auto" and steps_done(output) is None)
-    if not may or complete(output / "checkpoints"):
+    may = restarts() > 0 or config.trainer.resume == "auto"
+    if not may or has_trained(output) or complete(output / "checkpoints"):
         return False
     for name in (METRICS, SAMPLES, BEST):
         (output / name).unlink(missing_ok=True)

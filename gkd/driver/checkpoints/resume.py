@@ -10,7 +10,7 @@ from typing import Any
 
 from gkd.config import Config
 from gkd.config.endpoint import hide_secrets
-from gkd.config.output_files import BEST, METRICS, parse, read_best
+from gkd.config.output_files import BEST, METRICS, SUMMARY, parse, read_best
 from gkd.config.overrides import flatten
 from gkd.config.paths import with_absolute_paths
 from gkd.config.validating import require_figures
@@ -72,6 +72,11 @@ def explain_finished(config: Config, output: Path) -> str | None:
     return f"the run in {output} is finished: {done} and the trained student is in {model}; {further}"
 
 
+def has_trained(output: Path) -> bool:
+    """Return whether a run has done its last step: it has written its student, and then summary.json."""
+    return steps_done(output) is not None or (output / "model").is_dir()
+
+
 def _no_more(output: Path) -> str:
     """Describe what a finished run is that left nothing to go on from."""
     return f"it left no checkpoint, so more steps are a run of their own, with model.path={output / 'model'}"
@@ -88,8 +93,9 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     if saved is None and damaged:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
         raise ConfigError(f"trainer.resume: every checkpoint in {directory} is damaged: {reasons}")
-    if saved is None and steps_done(output) is not None:
-        raise ConfigError(f"trainer.resume: the run in {output} is finished: {_no_more(output)}")
+    if saved is None and has_trained(output):
+        how = "is finished" if steps_done(output) is not None else f"has written its student, but no {SUMMARY}"
+        raise ConfigError(f"trainer.resume: the run in {output} {how}: {_no_more(output)}")
     if saved is None:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():

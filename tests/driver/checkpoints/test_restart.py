@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,9 +30,11 @@ from gkd.driver.checkpoints.restart import (
     restarts,
     start_over,
 )
+from gkd.driver.checkpoints.resume import find
 from gkd.driver.output_dir import claim, make_output_dir
 from gkd.driver.validation.best import BestModel
 from gkd.errors import ConfigError, ControlLost, RunFailed, SignalExit
+from tests.data.models import save_model
 
 TWICE = load({"trainer": {"restarts": 2}})
 
@@ -87,6 +91,30 @@ def test_a_run_that_was_told_to_end_while_it_closed_does_not_begin_again(
     if received:
         assert isinstance(end.value, SignalExit) and end.value.exit_code == 143
         assert "checkpoint" in end.value.__notes__[0]
+
+
+@pytest.mark.parametrize("steps", [None, 2, 3])
+def test_a_stopped_run_says_whether_it_had_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None
+) -> None:
+    """As while a tracker takes its time to close."""
+
+    def connect(_: Config) -> None:
+        if steps is not None:
+            save_model(tmp_path / "model")
+            (tmp_path / "summary.json").write_text(f'{{"steps": {steps}}}')
+        raise SignalExit(signal.SIGTERM)
+
+    monkeypatch.setattr("gkd.cluster.session.connect.connect", connect)
+    monkeypatch.setattr("gkd.cli.train._find_inputs", lambda *_: None)
+    config = compose(
+        ["+recipe=grpo", f"trainer.output_dir={tmp_path}", "trainer.total_steps=3", "cluster.address=local"]
+    )
+    with pytest.raises(SignalExit) as end:
+        run_train(config)
+    (note,) = end.value.__notes__
+    assert (str(tmp_path / "model") in note) == ("is finished" in note) == (steps == 3)
+    assert "no checkpoint" in note
 
 
 def test_what_a_run_leaves_names_its_files_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +200,20 @@ def test_one_that_may_begin_or_go_on_begins_where_there_is_nothing_to_go_on_with
     assert start_over(auto, run)
     assert not (run / "metrics.jsonl").exists()
     assert BestModel("val/accuracy", run).value is None  # which a student of other settings may never reach
+
+
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_a_student_that_is_there_is_not_trained_again_without_its_summary(
+    run: Path, monkeypatch: pytest.MonkeyPatch, count: str
+) -> None:
+    """As where the program was killed, or the disk full, between the two: a student is the last step's."""
+    monkeypatch.setenv(COUNT, count)
+    auto = load({"trainer": {"resume": "auto", "output_dir": str(run)}})
+    (run / "model").mkdir()
+    assert not start_over(auto, run)
+    assert (run / "metrics.jsonl").exists()
+    with pytest.raises(ConfigError, match=rf"summary\.json.*model\.path={re.escape(str(run))}/model$"):
+        find(auto, run)
 
 
 def test_the_directory_of_one_that_may_begin_need_not_be_there(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from gkd.config import load
 from gkd.errors import ConfigError
 from tests.e2e.conftest import ROOT, environment
+from tests.error_text import contains_in_order
 from tests.observability.test_trackers import ROWS, config, write
 
 
@@ -152,3 +155,33 @@ def test_mlflow_takes_figures_of_several_samples_and_all_beside_them(
     expected = {"val/hard/pass_4": 0.5, "val/hard/maj_4": 0.25, "val/loss": 2.0}
     assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == expected
     assert [record for record in caplog.records if record.name == "gkd"] == []
+
+
+SLOW = """
+import time
+class Slow:
+    def __init__(self, run):
+        self.output = run.output_dir
+    def log(self, step, metrics):
+        pass
+    def close(self, failed):
+        (self.output / "closing").write_text(str(failed))
+        time.sleep(600)
+"""
+
+
+def test_a_run_that_is_stopped_while_a_tracker_closes_is_finished(start: Any, tmp_path: Path) -> None:
+    """As while one uploads what it has."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    small = ("rollout.engine=hf", "rollout.n=2", "trainer.batch_size=2", "trainer.total_steps=2", "data.val_limit=8")
+    run = start(*small, f"trainer.trackers=[{tmp_path}/slow.py:Slow]", recipe="grpo")
+    deadline = time.monotonic() + 240
+    while not (run.output / "closing").exists():
+        assert run.process.poll() is None and time.monotonic() < deadline, run.text()
+        time.sleep(0.2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert (run.output / "closing").read_text() == "False"
+    assert contains_in_order(run.errors()[-1], "SIGTERM", "is finished", f"{run.output}/model")
+    assert json.loads((run.output / "summary.json").read_text())["steps"] == 2
+    assert (run.output / "report.html").exists() and list((run.output / "results").iterdir())
