@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, entry_point
+from gkd.errors import ConfigError, Parser, RunFailed, entry_point
 
 if TYPE_CHECKING:
     from gkd.driver.checkpoints.checkpoint import SavedCheckpoint
@@ -36,11 +36,20 @@ def main(arguments: Sequence[str]) -> int:
     out: Path = options.out.absolute()
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= OF_NOBODY):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
-    saved = choose_checkpoint(options.run / "checkpoints", options.step)
+    directory = options.run / "checkpoints"
+    saved = choose_checkpoint(directory, options.step)
+    from gkd.driver.checkpoints.checkpoint import complete
     from gkd.driver.checkpoints.run_models import export
     from gkd.observability.report import steps_done
 
-    export(saved, out, out / UNFINISHED)
+    while True:
+        try:
+            export(saved, out, out / UNFINISHED)
+            break
+        except RunFailed:
+            if saved.path in complete(directory):
+                raise
+            saved = choose_checkpoint(directory, options.step)  # the run, which goes on, has deleted that one
     line, steps = f"step {saved.state.step} of {options.run} is in {options.out}", steps_done(options.run)
     if options.step is None and steps is not None and steps > saved.state.step:
         line += f"; the trained student, of step {steps}, is in {options.run / 'model'}"
@@ -49,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
-    """Find the checkpoint of ``step`` in ``directory``, or the newest intact one.
+    """Find the checkpoint of ``step`` in ``directory``, or the newest intact one, of those that are there by then.
 
     Raises ConfigError when there is none, or when the one of that step is damaged.
     """
@@ -62,21 +71,21 @@ def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
         step_of,
     )
 
-    checkpoints = complete(directory)
-    if not checkpoints:
+    if not complete(directory):
         raise ConfigError(describe_none(directory))
     if step is None:
         saved, damaged = find_newest_intact(directory)
         for path, why in damaged.items():
             print(f"{path} is damaged and left out: {why}", file=sys.stderr)
-        if saved is None:
+        if saved is None and damaged:
             raise ConfigError(f"every checkpoint in {directory} is damaged")
-        return saved
+        return saved or choose_checkpoint(directory, step)
     path = directory / f"step_{step}"
-    if path not in checkpoints:
-        steps = ", ".join(str(step_of(other)) for other in checkpoints)
-        raise ConfigError(f"--step {step}: {directory} has no complete checkpoint of it; there are those of {steps}")
     try:
         return read_intact(path)
     except DamagedCheckpoint as error:
-        raise ConfigError(f"--step {step}: {path} is damaged: {error}") from None
+        checkpoints = complete(directory)
+        if path in checkpoints:
+            raise ConfigError(f"--step {step}: {path} is damaged: {error}") from None
+    steps = ", ".join(str(step_of(other)) for other in checkpoints)
+    raise ConfigError(f"--step {step}: {directory} has no complete checkpoint of it; there are those of {steps}")

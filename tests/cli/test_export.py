@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ from gkd.actor.state import part_of, write_part
 from gkd.cli.export import UNFINISHED, main
 from gkd.config import Actor, Lora
 from gkd.config import load as load_config
-from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, read, remove, write
 from tests.data.models import save_model
 
 
@@ -65,6 +70,33 @@ def test_an_export_that_is_ended_while_its_files_are_moved_is_no_model(
     monkeypatch.setattr(Path, "replace", fail_at_config)
     assert main([str(run), str(tmp_path / "out")]) == 130
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("at", ["read_intact", "export"])
+@pytest.mark.parametrize("step", [None, 2])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_followed_by_the_next(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    step: int | None, at: str,
+) -> None:  # fmt: skip
+    """One that is named is said not to be there."""
+    module = "checkpoint" if at == "read_intact" else "run_models"
+    own = getattr(importlib.import_module(f"gkd.driver.checkpoints.{module}"), at)
+    newest = run / "checkpoints" / "step_2"
+
+    def go_on_first(*arguments: Any) -> Any:
+        if newest.exists():
+            later = newest.with_name("step_3")
+            shutil.copytree(newest / "actor", later / "actor")
+            write(replace(read(newest), path=later, state=RunState(step=3)))
+            remove(newest)
+        return own(*arguments)
+
+    monkeypatch.setattr(f"gkd.driver.checkpoints.{module}.{at}", go_on_first)
+    code = main([str(run), str(tmp_path / "out"), *([] if step is None else ["--step", str(step)])])
+    (line,) = "".join(capsys.readouterr()).splitlines()
+    assert code == (0 if step is None else 2)
+    assert re.search(r"\bstep 3\b" if step is None else r"--step 2: .*complete checkpoint.* 3$", line)
+    assert (tmp_path / "out" / "config.json").exists() == (step is None)
 
 
 def test_a_run_that_left_no_checkpoint_has_its_student_named(

@@ -144,7 +144,8 @@ def find_newest_intact(directory: Path) -> tuple[SavedCheckpoint | None, dict[Pa
         try:
             return read_intact(path), damaged
         except DamagedCheckpoint as error:
-            damaged[path] = str(error)
+            if (path / STATE).exists():  # else its run has deleted it meanwhile
+                damaged[path] = str(error)
     return None, damaged
 
 
