@@ -48,7 +48,7 @@ CHECKS = (
     Check("out_of_memory", "tests.gpu.checks.out_of_memory:update_again", 37, 90),
     Check("curve", "tests.gpu.checks.runs:curve", 72, 240),
     Check("two_gpus", "tests.gpu.checks.runs:two_gpus", 100, 240, n_gpus=2),
-    Check("ranks_memory", "tests.gpu.checks.out_of_memory:update_again_of_two", 60, 150, n_gpus=2, rehearses=False),
+    Check("ranks_memory", "tests.gpu.checks.out_of_memory:update_again_of_two", 60, 240, n_gpus=2, rehearses=False),
     Check("shards", "tests.gpu.checks.runs:shards", 120, 300, n_gpus=2),
     Check("update_profile", "tests.gpu.checks.profile:update_and_score", 50, 120, on_request=True),
     Check("sampling_profile", "tests.gpu.checks.profile:sampling", 110, 200, on_request=True),
