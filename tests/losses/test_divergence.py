@@ -103,6 +103,18 @@ def test_impossible_outcomes_give_finite_values_and_gradients(divergence, p, q):
         assert value == 0
 
 
+def test_an_outcome_below_the_bound_pulls_nothing():
+    """Its value is that of the bound, whatever it is, and so its gradient is 0."""
+    log_q = torch.tensor([-0.7, 2 * MIN_LOGPROB], requires_grad=True)
+    forward_kl(torch.tensor([0.5, 0.5]).log(), log_q).backward()
+    assert log_q.grad.tolist() == [-0.5, 0.0]
+
+
+def test_jsd_is_known_to_lose_accuracy_with_old_samples_only_where_it_is_reverse_kl():
+    stalest = [JSD(JSD.Config(beta=beta)).max_staleness for beta in (0.0, 0.5, 1.0)]
+    assert stalest == [None, None, reverse_kl.max_staleness] and stalest[-1] is not None
+
+
 def test_partial_forward_kl_has_gradient_mass_times_q_minus_p():
     # verl's gkd recipe had Q - P here, which is right only where the top K holds all of the teacher's mass.
     log_p = log_softmax(random_logits(8, 10))[:4]

@@ -185,6 +185,8 @@ def test_the_supervised_term_is_the_cross_entropy_on_the_datas_own_answers_alone
     _, measured = objective(micro, Algorithm(), Rollout(), chunk=5)(logits, lambda x: x)
     assert torch.equal(measured.sums["mismatch/kl"][a:b], torch.zeros(b - a))
     assert torch.isfinite(measured.sums["mismatch/kl"]).all()
+    ratios = measured.sums["mismatch/is_ratio_mean"]  # whose sum is divided by the tokens that were sampled
+    assert not ratios[a:b].any() and ratios[:a].all()
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (1.4, 0.6)])
@@ -208,6 +210,23 @@ def test_the_disagreement_is_with_what_was_sampled_from(name: str, temperature: 
     _, measured = objective(micro, algorithm, rollout, chunk=5)(logits, lambda x: x)
     assert measured.sums["mismatch/kl"][0] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-5)
     assert measured.largest["mismatch/is_ratio_max"] == pytest.approx(math.exp(0.5), abs=1e-5)
+
+
+def test_the_disagreement_is_with_the_weights_that_sampled_also_after_an_update() -> None:
+    """What later updates of the same batch change is no disagreement."""
+    micro, logits = a_batch()
+    assert micro.old_logprobs is not None
+    micro.sampler_logprobs.copy_(micro.old_logprobs)
+    _, measured = objective(micro, Algorithm(name="grpo"), Rollout(n=2), chunk=5)(logits, lambda x: x)
+    assert not measured.sums["mismatch/kl"].any() and measured.largest["mismatch/is_ratio_max"] == 1.0
+
+
+def test_a_token_that_the_teacher_rules_out_has_a_finite_advantage() -> None:
+    micro, logits = a_batch()
+    assert micro.targets is not None
+    micro.targets.teacher_token_logprobs[0] = -torch.inf
+    total, slope = loss_and_slope(micro, logits, name="grpo", advantage={"teacher_kl": 0.05})
+    assert math.isfinite(total) and torch.isfinite(slope).all()
 
 
 def test_nothing_that_needs_a_policy_is_learned_from_the_datas_own_answers() -> None:

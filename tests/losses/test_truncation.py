@@ -87,3 +87,8 @@ def test_the_penalty_is_for_tokens_before_a_position_in_its_own_response(chunk: 
         first = max(int(b) for b in bounds if b <= row)
         expected = [x - 0.7 * (v in ids[first:row].tolist()) for v, x in enumerate(logits[row].tolist())]
         assert penalised[row].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_nucleus_that_is_full_takes_no_further_token() -> None:
+    log_q = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
+    assert truncate_logprobs(log_q, Sampling(1, top_p=0.5)).exp().tolist() == [[1.0, 0.0, 0.0]]
