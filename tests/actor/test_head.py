@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.losses.objective import objective
+from gkd.modeling.head import Head
 from tests.actor import models
 from tests.families import make
 
@@ -60,3 +63,19 @@ def test_gradients_are_those_of_the_whole_model_under_autograd(family: str, lora
         trained, gradients, torch.autograd.grad(expected, list(trained.values())), strict=True
     ):
         torch.testing.assert_close(gradient, whole, rtol=1e-3, atol=2e-5, msg=name)
+
+
+class Halved(LlamaForCausalLM):
+    """Does something to its logits where they lie."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits.mul_(0.5)
+        return output
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(LlamaForCausalLM, True), (Halved, False)])
+def test_a_head_is_not_plain_where_logits_are_changed_in_place(kind: type[LlamaForCausalLM], plain: bool) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lm = kind(LlamaConfig(**shape, vocab_size=40))
+    assert (Head(lm).linear(torch.randn(3, 32)) is not None) == plain

@@ -48,7 +48,7 @@ def torch_2_13(
 
 @pytest.mark.parametrize("kernel", [torch_2_11, torch_2_13])
 @pytest.mark.parametrize("n_query", [KEYS, QUERIES])
-@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("window", [None, 2, 6])  # of at most 7 tokens
 def test_every_supported_torch_is_called_as_it_wants(
     kernel: Callable[..., Tensor], n_query: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +78,14 @@ def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
     grads = (torch.autograd.grad(its, (q, k, v), slope) for its in (out, expected))
     for own, others in zip(*grads, strict=True):
         torch.testing.assert_close(own, others, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_the_models_own_is_refused_and_not_left_out() -> None:
+    q, k, v = (torch.randn(1, KEYS, 11, SIZE) for _ in range(3))
+    bounds = {"cu_seq_lens_q": BOUNDS, "max_length_q": 7}
+    attention.packed_attention(torch.nn.Identity(), q, k, v, None, **bounds)
+    with pytest.raises(ValueError, match="attention_mask"):
+        attention.packed_attention(torch.nn.Identity(), q, k, v, torch.zeros(1, 1, 11, 11), **bounds)
 
 
 def test_the_kernel_is_not_given_heads_that_it_does_not_have() -> None:
