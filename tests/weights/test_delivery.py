@@ -78,6 +78,10 @@ def test_a_bucket_that_does_not_come_has_a_deadline() -> None:
         arrivals.load(bucket(1, 3), 1, lambda whole: None)
     with pytest.raises(RunFailed, match=r"version 7$"):
         arrivals.wait()
+    begun = Arrivals(Push(1, 7, 0.05))
+    begun.load(bucket(0, 3), 1, lambda whole: None)
+    with pytest.raises(RunFailed, match=r"version 7$"):  # with the first alone nothing is complete
+        begun.wait()
 
 
 def test_no_more_buckets_are_on_their_way_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +101,7 @@ def test_no_more_buckets_are_on_their_way_than_there_is_memory_for(monkeypatch: 
         delivery.make_room()
         delivery.send(bucket(number, n))
         assert number + 1 - len(loaded) // 2 <= IN_FLIGHT
+    assert not delivery.served  # nobody serves a part
     delivery.make_room(0)
     assert loaded == [(number, engine) for number in range(n) for engine in (0, 3)]
     assert delivery.served == {0: 7, 3: 7} and not delivery.lost

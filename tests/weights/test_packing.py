@@ -19,7 +19,7 @@ from gkd.weights import ipc, nccl
 from gkd.weights.delivery import Delivery, Destination, Push
 from gkd.weights.packing import ALIGNMENT, PackedLayout, PackingSender, digest, pack, split_into_buckets, unpack
 from gkd.weights.publishing import Publisher
-from gkd.weights.transfer import Bucket, Receiver, Transfer
+from gkd.weights.transfer import IN_FLIGHT, Bucket, Receiver, Transfer
 
 CPU = torch.device("cpu")
 BUCKET = Bucket(4, 2, True)
@@ -101,6 +101,12 @@ def test_a_buffer_that_is_not_the_buckets_is_refused() -> None:
     packed[0] += 1
     with pytest.raises(RunFailed, match=r"weights version 4, bucket 3 .*\(weights\.checksum\)"):
         unpack(BUCKET, layout, packed)
+    swapped = packed_right.view(torch.int32).clone()
+    swapped[[0, 4]] = swapped[[4, 0]]
+    with pytest.raises(RunFailed, match=r"weights\.checksum"):
+        unpack(BUCKET, layout, swapped.view(torch.uint8))
+    with pytest.raises(RunFailed, match=r"torch.float32 .*\b32 bytes"):
+        unpack(BUCKET, layout, torch.zeros(32))
     unpack(BUCKET, layout, packed_right)
 
 
@@ -113,6 +119,8 @@ def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> No
     unpacked: dict[str, Tensor] = {}
     for number in range(4):
         bucket = packs.pack(5, number, packs=True)
+        assert isinstance(packs.sender, Sender)
+        assert len(packs.sender._held) == min(number + 1, IN_FLIGHT)  # the one before is still read
         assert gathers.pack(5, number, packs=False) == Bucket(5, number, number == 3)
         assert gathers.sender.packed_bucket is None
         layout: PackedLayout = bucket.contents[0]
@@ -185,6 +193,27 @@ def test_no_bucket_is_kept_for_an_engine_that_is_gone() -> None:
     delivery.sender = sender
     publisher.send(delivery)
     assert (delivery.n_sent, sender.packed_bucket, sender.kept) == (3, None, [])
+
+
+class Flying(Delivery):
+    """Has the oldest buckets loaded when there is to be room."""
+
+    n_flying = 0
+
+    def send(self, bucket: Bucket) -> None:
+        self.n_flying += 1
+
+    def make_room(self, n: int = IN_FLIGHT - 1) -> None:
+        self.n_flying = min(self.n_flying, n)
+
+
+def test_a_push_returns_once_its_last_buckets_are_loaded() -> None:
+    """Their buffers are freed then."""
+    tensors = {f"{i}": torch.full((1 << 18,), float(i)) for i in range(4)}
+    publisher = Publisher(Weights(transfer=f"{__name__}:Packing", bucket_mb=1), CPU, lambda: iter(tensors.items()))
+    delivery = Flying(Push(1, 5, 20.0), [Destination(0, None, 1)])
+    publisher.send(delivery)
+    assert (delivery.n_flying, publisher.sender.packed_bucket) == (0, None)
 
 
 def test_a_handle_is_opened_on_the_readers_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
