@@ -33,6 +33,8 @@ def test_without_limits_it_is_the_machine(groups: Path) -> None:
     assert (host.memory(), host.cores()) == (64 * GB, 16)
     limit(groups, memory__max="max", cpu__max="max 100000")
     assert (host.memory(), host.cores()) == (64 * GB, 16)
+    limit(groups, memory__max="0")  # which is none
+    assert host.memory() == 64 * GB
 
 
 def test_a_container_sees_its_limits_at_the_top(groups: Path) -> None:

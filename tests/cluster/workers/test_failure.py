@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import ObjectLostError, ObjectReconstructionFailedError, OwnerDiedError, RayTaskError
 
 from gkd.cluster.workers.failure import NodeLost, WorkerDied, WorkerHung, explain
-from gkd.errors import RemoteError, RunFailed, describe_error
+from gkd.errors import OutOfMemory, RemoteError, RunFailed, describe_error
 from tests.error_text import contains_in_order
 
 
@@ -24,6 +24,11 @@ def test_the_kind_of_what_a_worker_raises_stays_what_it_is() -> None:
         error = explain(RayTaskError("serve", "", failure), "rollout rank 0")
         assert type(error) is type(failure) and str(error) == str(failure)
     assert not issubclass(NodeLost, WorkerDied)
+
+
+def test_a_batch_that_does_not_fit_comes_with_what_to_try_instead() -> None:
+    error = explain(RayTaskError("update", "", OutOfMemory("too much", 4096)), "actor rank 0")
+    assert isinstance(error, OutOfMemory) and (str(error), error.budget) == ("too much", 4096)
 
 
 def test_the_error_of_a_process_beyond_the_worker_has_one_class() -> None:
