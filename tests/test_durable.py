@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gkd import durable
-from gkd.durable import Checksum, compute_checksum, hold, reason, replace, replace_directory
+from gkd.durable import Checksum, compute_checksum, hold, is_held, reason, replace, replace_directory
 
 
 class Crash(BaseException):
@@ -56,11 +56,13 @@ def test_a_directory_is_flushed_file_by_file_before_its_name(order: list[tuple[s
     (new / "inner" / "weights").chmod(0o600)  # as safetensors makes them
     path.mkdir()
     (path / "old").write_text("")
-    replace_directory(new, path)
+    umask = os.umask(0o027)
+    try:
+        replace_directory(new, path)
+    finally:
+        os.umask(umask)
     assert [file.name for file in path.rglob("*")] == ["inner", "weights"]
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE((path / "inner" / "weights").stat().st_mode) == 0o666 & ~umask
+    assert stat.S_IMODE((path / "inner" / "weights").stat().st_mode) == 0o640
     renamed = order.index(("rename", str(path)))
     flushed = {name for kind, name in order[:renamed] if kind == "fsync"}
     assert flushed == {str(new), f"{new}/inner", f"{new}/inner/weights"}
@@ -164,9 +166,10 @@ def test_a_sum_is_of_all_bytes(tmp_path: Path) -> None:
 def test_a_directory_is_held_by_one_or_shared_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (os.open(tmp_path, os.O_RDONLY) for _ in range(3))
     try:
-        assert hold(first) and not hold(second) and not hold(second, shared=True)
+        assert hold(first) and not hold(second) and not hold(second, shared=True) and is_held(tmp_path)
         os.close(first)
         assert hold(second, shared=True) and hold(third, shared=True) and not hold(third)
+        assert not is_held(tmp_path)  # by somebody who keeps others from it: who looks at it so does not
 
         def without_locks(descriptor: int, operation: int) -> None:
             raise OSError(errno.ENOLCK, "no locks available")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pwd
 import re
@@ -15,10 +16,21 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
+from gkd import errors
 from gkd.cli import train as main
 from gkd.cluster.session.shutdown import run_within
 from gkd.config.registry import Registry
-from gkd.errors import ConfigError, RunFailed, SignalExit, catch_errors, describe_error, entry_point, one_line
+from gkd.errors import (
+    ConfigError,
+    ControlLost,
+    RunFailed,
+    SignalExit,
+    catch_errors,
+    describe_error,
+    describe_place,
+    entry_point,
+    one_line,
+)
 
 
 def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
@@ -37,6 +49,7 @@ def test_a_call_with_a_deadline_gives_what_it_raises() -> None:
         (SignalExit(signal.SIGINT), "stopped by Ctrl-C; a note", 130),
         (ConfigError("no"), "error: no; a note", 2),
         (RunFailed("no"), "failed: no; a note", 1),
+        (ControlLost("no"), "failed: no; a note", 1),
         (FileNotFoundError(2, "absent", "here"), "failed: absent: here; a note", 1),
     ],
 )
@@ -86,6 +99,13 @@ def test_what_a_file_of_ones_own_raises_is_a_line_with_its_place(
     file.write_text(f"def cost():\n    raise {error}\n")
     assert catch_errors(Registry("section.name", {}).load(f"{file}:cost")) == 1
     assert re.fullmatch(rf"failed: {error[:8]}.*: .*\({file}, line 2\)\n", capfd.readouterr().err)
+
+
+def test_the_place_is_the_last_line_in_a_file_of_ones_own() -> None:
+    """Not in a package that is installed, or Python's own."""
+    files = ("/home/me/run.py", "/home/me/costs.py", "/x/site-packages/numpy/core.py", json.__file__, errors.__file__)
+    trace = "".join(f'  File "{file}", line {n}, in f\n' for n, file in enumerate(files, 1))
+    assert describe_place(trace) == " (/home/me/costs.py, line 2)"
 
 
 def test_an_error_of_ones_own_steers_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -82,3 +82,10 @@ def test_a_resume_admits_no_more_than_the_bound_lets_it() -> None:
     assert [(b[0].step, b[0].prompt) for b in batches] == [(6, 50), (7, 60), (8, 70)]
     assert schedule.admit(5) == []
     assert [b[0].step for b in schedule.admit(6)] == [9]
+
+
+def test_places_of_replacements_depend_on_how_often_there_were_some() -> None:
+    """And not on how many: seeds follow from places."""
+    schedule = TicketSchedule(4, 0, 1, Prompts().draw)
+    schedule.admit(0)
+    assert [[ticket.place for ticket in schedule.replace(1, n)] for n in (1, 2)] == [[4], [8, 9]]
