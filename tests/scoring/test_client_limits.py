@@ -197,6 +197,18 @@ def test_where_all_together_have_too_much_in_the_queue_each_may_have_a_share() -
     assert [accepted(id) for id in ids] == [10, 4, 4]  # of all that there may be, a third is 40 bytes
 
 
+def test_the_engine_is_given_no_more_for_a_client_than_it_may_leave_unread() -> None:
+    """What the engine works on counts: its answers come all at once."""
+    clients = Clients(ClientLimits(unread_bytes=100), expired=lambda job: None)
+    clients.add(b"a", connection=None)  # type: ignore[arg-type]
+    for n in range(3):
+        clients.put(QueuedRequest(b"a", n, np.inf, a_score(), request_bytes=10, answer_bytes=60))
+    (first,) = clients.take(3, 0.0)
+    assert clients.take(3, 0.0) == []
+    assert clients.count_out(b"a", 0, first)
+    assert [job.id for job in clients.take(3, 0.0)] == [1]
+
+
 def test_a_request_longer_than_the_server_reads_is_refused_here(serve: Serve, connect: Connect) -> None:
     """The server would hang up on it without a word."""
     client = connect(serve().server.address)
