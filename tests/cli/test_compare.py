@@ -135,13 +135,20 @@ def test_a_quick_check_before_the_evaluation_is_no_second_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "results").mkdir()
-    for n in (2, 4, 3):
+    for n in (2, 14, 3):  # by name the whole evaluation is neither the first nor the last
         write(tmp_path / "results", "a", [0.0] * n)
         quick = write(tmp_path / "results", "b", [1.0] * n)
     for directory in (tmp_path, tmp_path / "results"):
         assert main([str(directory)]) == 0
-        assert "4 questions" in capsys.readouterr().out
+        assert "14 questions" in capsys.readouterr().out
     assert main([str(tmp_path), str(quick)]) == 2  # of files that are named nobody knows which one is meant
+
+
+def test_models_are_compared_set_by_set(tmp_path: Path) -> None:
+    """In whatever order their files come."""
+    files = [write(tmp_path, model, [0.0] * 6, one) for model in ("base", "x", "y") for one in ("sums", "products")]
+    rows = [(row.set, row.second) for row in compare_all(read_all(files))]
+    assert rows == [("sums", "x"), ("sums", "y"), ("products", "x"), ("products", "y")]
 
 
 def test_strategies_of_one_model_are_compared_as_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,14 +80,16 @@ def test_seeds_depend_on_the_place_alone() -> None:
 
 def test_a_strategy_may_ask_several_times_and_its_tokens_are_counted() -> None:
     async def twice(generate: GenerateFn, row: Columns) -> Answer:
-        first, second = await asyncio.gather(generate(), generate(f"{row['prompt']} again", temperature=0.0))
+        again = generate(f"{row['prompt']} again", temperature=0.0, max_response_length=3)
+        first, second = await asyncio.gather(generate(), again)
         await asyncio.sleep(0.01)  # something else than the model
         return Answer(second.text, first.n_tokens + second.n_tokens, 2)
 
     source = Echo(in_flight=2)
     ((_, answered), *_) = answer(source, jobs(3), twice)
     assert (answered.text, answered.cost, answered.iterations, answered.n_tokens) == ("q0 again", 10, 2, 10)
-    assert [sampling.temperature for *_, sampling, _ in source.seen[:2]] == [0.7, 0.0]
+    assert [(sampling.temperature, sampling.max_tokens) for *_, sampling, _ in source.seen[:2]] == [(0.7, 8), (0.0, 3)]
+    assert len({seed for *_, seed in source.seen}) == 6  # else the samples of one question would be alike
 
 
 @pytest.mark.parametrize(("chosen", "truncated"), [("q0", False), ("qq cut", True), ("of its own", True)])

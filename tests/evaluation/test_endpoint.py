@@ -12,14 +12,18 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from gkd.cli.evaluate import compose_evaluation
 from gkd.errors import ConfigError, RunFailed
 from gkd.evaluation.answering import MOST_REFUSED
+from gkd.evaluation.endpoint import _messages
+from gkd.evaluation.questions import Question
 from gkd.evaluation.run import evaluate
 from gkd.evaluation.table import show
+from gkd.types import Prompt
 
 
 class Adder(BaseHTTPRequestHandler):
@@ -30,6 +34,7 @@ class Adder(BaseHTTPRequestHandler):
     refuses: str | None = None
     lacks: str | None = None
     form = "{}"
+    finish_reason = "stop"
     counts = True
 
     def do_POST(self) -> None:
@@ -43,7 +48,7 @@ class Adder(BaseHTTPRequestHandler):
             return
         text = str(sum(int(word) for word in request["messages"][-1]["content"].split() if word.isdigit()))
         message = {"role": "assistant", "content": self.form.format(text)}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice]}
         if self.counts:
             answer["usage"] = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
@@ -135,6 +140,7 @@ def test_what_a_set_says_of_sampling_reaches_the_endpoint(tmp_path: Path, server
     assert {name: Adder.requests[0][name] for name in sampling} == sampling
     evaluate(compose_evaluation(arguments(tmp_path, server)), Console(file=StringIO()))  # other sampling, other answers
     assert len(Adder.requests) == 6 and not {"stop", "top_k", "min_p", "presence_penalty"} & Adder.requests[-1].keys()
+    assert "seed" in Adder.requests[0] and "seed" not in Adder.requests[-1]  # which nothing is drawn by
 
 
 def test_an_endpoints_chat_template_is_given_the_sets_variables(tmp_path: Path, server: ThreadingHTTPServer) -> None:
@@ -184,6 +190,11 @@ def test_a_closing_tag_that_an_endpoint_leaves_out_is_part_of_the_answer(
         own = f"evaluate.sets.sums.stop={stop}"
         (result,) = evaluate(compose_evaluation([*arguments(tmp_path, server), own]), Console(file=StringIO()))
         assert result.scores["accuracy"].value == pytest.approx(accuracy)
+    monkeypatch.setattr(Adder, "finish_reason", "length")  # the limit ended it, and not the tag
+    cut = [*arguments(tmp_path, server, n=4), "evaluate.sets.sums.stop=['</answer>']", "evaluate.sets.sums.limit=4"]
+    evaluate(compose_evaluation(cut), Console(file=StringIO()))
+    answers = map(json.loads, (tmp_path / "out" / "answers.jsonl").read_text().splitlines())
+    assert [answer["text"] for answer in answers if answer["truncated"]] == ["so <answer>6"]
 
 
 def test_a_code_block_that_an_endpoint_leaves_open_is_closed(
@@ -284,3 +295,10 @@ def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: T
         compose_evaluation([*overrides, "evaluate.endpoints.adder.api_key_env=sk-1234"])
     with pytest.raises(ConfigError, match=r"models\.adder and evaluate\.endpoints\.adder"):
         compose_evaluation([*overrides, "models.adder=DIR"])
+
+
+def test_a_text_of_a_strategy_takes_the_place_of_the_last_message_alone() -> None:
+    shown = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1 ="})
+    question = Question("0" * 16, Prompt(0, np.array([1], np.int32), "Add. 1 + 1 =", messages=shown), {})
+    assert _messages(question, "2 + 2 =") == [shown[0], {"role": "user", "content": "2 + 2 ="}]
+    assert _messages(question, None) == list(shown)

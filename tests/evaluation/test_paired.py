@@ -92,6 +92,7 @@ def test_as_many_questions_as_needed_find_the_difference_in_four_of_five_cases()
     detections = [sign_flip_p(random.normal(0.3, 1.0, needed).tolist()) < 0.05 for _ in range(100)]
     assert 0.7 <= np.mean(detections) <= 0.9
     assert count_needed_questions([0.0, 1.0, -1.0]) is None
+    assert count_needed_questions([1.0] * 3 + [0.0] * 7) == 21  # (2.8016 / 0.3)^2 * 0.21 * 10 / 9 is 20.3
     assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)
     assert count_needed_questions([1.0] * 5) == 6  # no test of fewer can say it
 
@@ -106,3 +107,5 @@ def test_rounding_is_no_difference_that_more_questions_would_show() -> None:
     """As of shares of three samples."""
     paired = compare_paired([2 / 3, 1 / 3, 0.0], [1.0, 0.0, 0.0])
     assert paired.difference.value != 0.0 and (paired.p, paired.needed) == (1.0, None)
+    tenths = [-3, -2, 2, 1, 3, 1]
+    assert sign_flip_p([number / 10 for number in tenths]) == sign_flip_p(tenths)
