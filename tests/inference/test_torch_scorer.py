@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,42 @@ def test_rows_of_a_pass_have_a_bound_padding_included(tmp_path: Path) -> None:
     while engine.has_unfinished_requests():
         passes.append([len(request.token_ids) for _, request in engine._take_scores()])
     assert passes == [[90], [10, 10, 10, 10]]
+
+
+def a_scorer(*waiting: ScoreRequest | GenerateRequest) -> Any:
+    """One without a model, for which these wait."""
+    scorer: Any = object.__new__(TorchScorer)
+    scorer.device, scorer._is_packed, scorer._n_tokens = "cpu", True, 1000
+    scorer.limits = Limits("teacher", "", 200, 8, 128, 64)
+    scorer._waiting = deque(enumerate(waiting))
+    return scorer
+
+
+def test_on_a_cpu_those_share_a_pass_that_attention_pads_alike() -> None:
+    """Or numbers would depend on what is scored beside them, in the last bit."""
+    scorer = a_scorer(*(a_request(1, length - 1, 4) for length in (10, 40, 20, 32, 64)))
+    assert [[key for key, _ in scorer._take_scores()] for _ in range(3)] == [[0, 2, 3], [1, 4], []]
+
+
+def test_prompts_are_continued_once_nothing_is_to_be_scored_and_no_score_is_lost() -> None:
+    prompt = GenerateRequest(np.array([1, 2], np.int32), 4)
+    scorer = a_scorer(prompt, a_request(1, 9, 4))
+    assert scorer._take_prompts() == [] and len(scorer._waiting) == 2
+    assert [key for key, _ in scorer._take_scores()] == [1]
+    assert scorer._take_prompts() == [(0, prompt)]
+
+
+def test_ids_that_a_request_leaves_out_are_no_tokens_of_it() -> None:
+    """Of a student with fewer rows than the scorer."""
+    limits, ids = Limits("teacher", "", 200, 8, 128, 64), np.array([1, 150, 2], np.int32)
+    limits.check(ScoreRequest(ids, ((1, 3),), 4))
+    limits.check(ScoreRequest(ids, ((1, 3),), 4, vocabulary=151))
+    with pytest.raises(RequestRejected, match=r"token 150 .*\b150\b"):
+        limits.check(ScoreRequest(ids, ((1, 3),), 4, vocabulary=150))
+
+
+def test_a_models_own_settings_of_sampling_change_no_continuation(tmp_path: Path) -> None:
+    make("llama", seed=0).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    engine = TorchScorer(spec_of(tmp_path))
+    assert engine.model.generation_config.repetition_penalty in (None, 1.0)
