@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from gkd.actor.loading import load
-from gkd.actor.lora import disable_adapter, require_adaptable
+from gkd.actor.lora import add_adapter, disable_adapter, is_adapter, require_adaptable
 from gkd.actor.model import Student
 from gkd.actor.quantize import find_quantized_layers
 from gkd.config import Algorithm, Lora, Rollout
@@ -149,3 +149,11 @@ def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors"):
         load(tmp_path)
+
+
+def test_what_is_trained_is_in_float32_beside_weights_that_are_not() -> None:
+    lm = base("llama").bfloat16()
+    add_adapter(lm, Lora(r=2))
+    types = {name: parameter.dtype for name, parameter in lm.named_parameters()}
+    assert {kind for name, kind in types.items() if is_adapter(name)} == {torch.float32}
+    assert {kind for name, kind in types.items() if not is_adapter(name)} == {torch.bfloat16}

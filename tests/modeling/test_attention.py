@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
 
 def test_a_mask_of_the_models_own_is_refused_and_not_left_out() -> None:
     q, k, v = (torch.randn(1, KEYS, 11, SIZE) for _ in range(3))
-    bounds = {"cu_seq_lens_q": BOUNDS, "max_length_q": 7}
+    bounds: dict[str, Any] = {"cu_seq_lens_q": BOUNDS, "max_length_q": 7}
     attention.packed_attention(torch.nn.Identity(), q, k, v, None, **bounds)
     with pytest.raises(ValueError, match="attention_mask"):
         attention.packed_attention(torch.nn.Identity(), q, k, v, torch.zeros(1, 1, 11, 11), **bounds)
