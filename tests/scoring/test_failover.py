@@ -18,12 +18,12 @@ import pytest
 import zmq
 
 from gkd.errors import ConfigError, RunFailed
-from gkd.inference.requests import ScorerUnavailable
+from gkd.inference.requests import Limits, RateRequest, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.dispatch import Dispatcher, RetryPolicy
-from gkd.scoring.replica import PendingRequest
+from gkd.scoring.replica import PendingRequest, Replica
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Process, Running, a_score
@@ -32,6 +32,7 @@ from tests.scoring.table import FULL_VOCABULARY, KEY, VOCABULARY, TableEngine, e
 Serve = Callable[..., Running]
 Connect = Callable[..., ScoringClient]
 Spawn = Callable[..., Process]
+RATED = RateRequest(np.array([1, 2], np.int32))
 
 
 def free_port() -> int:
@@ -351,3 +352,77 @@ def test_a_replica_that_was_too_busy_costs_no_attempt() -> None:
         dispatcher._accept_error(replica, wire.Error(1, code, ""))
         assert dispatcher._waiting.pop() is pending and not replica.outstanding
     assert pending.attempts == dispatcher.counts["retried"] == 1 and not pending.future.done()
+
+
+def a_dispatcher(*pending: PendingRequest) -> Any:
+    """One without sockets, which has these requests under way."""
+    dispatcher: Any = object.__new__(Dispatcher)
+    dispatcher._retry_policy, dispatcher.counts = RetryPolicy(60.0, max_attempts=3, heartbeat_s=1.0), Counter()
+    dispatcher._pending, dispatcher._waiting = {one.id: one for one in pending}, []
+    limits = Limits("teacher", "table", VOCABULARY, 32, 100, 64)
+    dispatcher.replicas = [
+        SimpleNamespace(
+            address=name,
+            outstanding={},
+            abandoned=set(),
+            limits=limits,
+            welcome=True,
+            suspect=False,
+            has_room=True,
+            load=0,
+        )
+        for name in "ab"
+    ]
+    return dispatcher
+
+
+def test_what_a_replica_did_not_answer_counts_as_its_load_until_it_answers_something() -> None:
+    late, answered = PendingRequest(1, a_score(), Future(), 0.0), PendingRequest(2, RATED, Future(), 0.0)
+    dispatcher = a_dispatcher(late, answered)
+    replica = late.replica = answered.replica = dispatcher.replicas[0]
+    replica.outstanding = {1: late, 2: answered}
+    late.deadline, answered.deadline, late.attempts = 5.0, 50.0, 1
+    dispatcher._expire(replica, 10.0)
+    assert (replica.abandoned, list(replica.outstanding), dispatcher._waiting) == ({1}, [2], [late])
+    dispatcher._accept_answer(replica, wire.RateReply(2, 0.5), [])
+    assert answered.future.result(0) == 0.5 and not replica.abandoned
+
+
+def test_a_request_goes_to_another_replica_than_the_last_time_where_there_is_one() -> None:
+    pending = PendingRequest(1, a_score(), Future(), 0.0)
+    dispatcher = a_dispatcher(pending)
+    first, second = dispatcher.replicas
+    second.load = 7
+    assert dispatcher._replica_for(pending) is first
+    pending.replica = first
+    assert dispatcher._replica_for(pending) is second
+    second.welcome = None
+    assert dispatcher._replica_for(pending) is first
+
+
+def test_scores_of_other_positions_than_were_asked_for_are_no_answer() -> None:
+    """Or of another K: what is learned from them would be of other tokens."""
+    pending = PendingRequest(1, a_score(top_k=2, n_response=3), Future(), 0.0)
+    dispatcher = a_dispatcher(pending)
+    for n, k in ((2, 2), (3, 1), (4, 2)):
+        numbers = np.zeros(n, np.float32)
+        arrays = [numbers, np.zeros((n, k), np.int32), np.zeros((n, k), np.float32), numbers]
+        with pytest.raises(wire.WireError, match=rf"\({n}, {k}\) where \(3, 2\)"):
+            dispatcher._accept_answer(dispatcher.replicas[0], wire.ScoreReply(1, 1.0), arrays)
+    assert not pending.future.done() and dispatcher._pending
+
+
+def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_lost(serve: Serve) -> None:
+    """Twice what the engine works on at a time, between four clients."""
+    address = serve(TableEngine(capacity=8)).server.address
+    replica = Replica(address, zmq.Context(), KEY, 1.0, 4, 1 << 20, "teacher")
+    try:
+        replica.welcome = wire.Welcome(wire.PROTOCOL, "s", "table", "hash", VOCABULARY, 32, 100, 8)
+        replica.abandoned = {1, 2, 3}
+        assert replica.has_room
+        replica.abandoned.add(4)
+        assert not replica.has_room
+        replica.reset(0.0)
+        assert replica.load == 0
+    finally:
+        replica.socket.close(linger=0)

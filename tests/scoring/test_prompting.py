@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,20 @@ def test_an_external_teacher_states_its_rendering(serve: Serve, tmp_path: Path, 
     assert seen(prompt_set, student)[0] == theirs
     for prompt in prompt_set.prompts:
         np.testing.assert_array_equal(prompt.teacher_prompt_ids, own_ids(teacher, prompt))
+
+
+def test_external_teachers_that_are_prompted_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them answers is left to chance."""
+    renderings = [Rendering.from_tokenizer(tokenizer(template)) for template in (TEMPLATE, OTHER)]
+    there = {f"tcp://h{n}:1": SimpleNamespace(rendering=one) for n, one in enumerate(renderings)}
+    client = SimpleNamespace(connect=lambda: there, close=lambda: None)
+    monkeypatch.setattr("gkd.scoring.prompting.ScoringClient", lambda *_, **__: client)
+    monkeypatch.setattr("gkd.scoring.prompting.external_key", lambda _: None)
+    teacher = Teacher(server_ip="h0:1,h1:1", chat_template="own")
+    with pytest.raises(ConfigError, match=r"tcp://h0:1 and tcp://h1:1"):
+        teacher_prompts(teacher, {}, tokenizer(TEMPLATE), {}, 100)
+    there["tcp://h1:1"] = there["tcp://h0:1"]
+    assert teacher_prompts(teacher, {}, tokenizer(TEMPLATE), {}, 100) == {}
 
 
 def own_ids(teacher: Any, prompt: Any) -> list[int]:
