@@ -16,7 +16,7 @@ from gkd.config import load
 from gkd.config.output_files import whole_lines
 from gkd.data.prompts import fingerprint
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
-from gkd.driver.checkpoints.resume import cut, find, require_same_data
+from gkd.driver.checkpoints.resume import cut, find, forget_best_after, require_same_data
 from gkd.durable import compute_checksum
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
@@ -69,10 +69,20 @@ def test_what_a_run_cannot_go_on_with_is_refused_before_anything_is_cut(tmp_path
         with pytest.raises(ConfigError, match=r"=val/acuracy: .*val/accuracy, val/x"):
             find(load({"trainer": trainer}), tmp_path)
     assert find(load({"trainer": {"keep_best": "val/x"}}), tmp_path).state == state
+    assert find(load({"trainer": {"total_steps": 5}}), tmp_path).state == state  # whose student is to be written yet
     for content in ("{", '{"metric": "val/x"}', '{"metric": "val/x", "value": 0.5, "step": "5"}', "[" * 100_000):
         (tmp_path / "best.json").write_text(content)
         with pytest.raises(ConfigError, match=r"best\.json"):
             find(load({}), tmp_path)
+
+
+def test_the_best_validation_is_forgotten_where_it_is_to_be_done_again(tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_text('{"metric": "val/x", "value": 0.5, "step": 4}')
+    forget_best_after(tmp_path, 4)
+    assert (tmp_path / "best.json").exists()
+    forget_best_after(tmp_path, 3)
+    assert not (tmp_path / "best.json").exists()
+    forget_best_after(tmp_path, 3)
 
 
 def test_other_data_is_refused() -> None:

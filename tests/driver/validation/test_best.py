@@ -81,7 +81,8 @@ def test_a_student_that_cannot_be_written_is_a_warning_and_the_last_one_ends_the
         best.finish()
     if fails == "actor":  # all is as it was
         assert json.loads((tmp_path / "best.json").read_text())["step"] == 1
-    best.update(3, {"val/accuracy": 0.15}, actor)  # better than what was written last
+    # Better than what was written last; or all the same, where nobody knows what that is.
+    best.update(3, {"val/accuracy": 0.15 if fails == "actor" else 0.05}, actor)
     best.finish()
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
 

@@ -1,0 +1,72 @@
+"""When checkpoints are written by time, what they add up, and that one which is deleted is none. Without ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gkd.config import load
+from gkd.driver.checkpoints import checkpoint, saving
+from gkd.driver.checkpoints.checkpoint import RunState, complete, read
+from gkd.driver.checkpoints.saving import Checkpoints
+
+
+class Actor:
+    """Holds the weights of a step, which are none."""
+
+    model_path, dtype, step = "", "float32", 0
+
+    def stage(self) -> Any:
+        return SimpleNamespace(step=self.step, rows=[])
+
+    def write_staged(self, directory: str) -> Any:
+        return directory
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in which ranks have written at once."""
+    now = [1000.0]
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(saving, "gather", lambda calls, limit: [[]])
+    monkeypatch.setattr(saving, "is_done", lambda calls: True)
+    return now
+
+
+def test_those_by_time_are_so_many_minutes_apart(tmp_path: Path, now: list[float]) -> None:
+    config = load({"trainer": {"total_steps": 200, "save_minutes": 10, "keep_checkpoints": 9}})
+    writer, actor = Checkpoints(config, tmp_path, now[0], {}), Actor()
+    for actor.step in range(1, 9):
+        now[0] += 4 * 60
+        writer.save_if_due(actor, RunState(actor.step))  # type: ignore[arg-type]
+        writer.wait()
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_3", "step_6"]
+
+
+def test_the_seconds_of_all_parts_of_a_run_add_up(tmp_path: Path, now: list[float]) -> None:
+    config = load({"trainer": {"total_steps": 200, "save_every": 1}})
+    writer, actor = Checkpoints(config, tmp_path, now[0], {}, first=6), Actor()
+    actor.step = 7
+    now[0] += 30.0
+    writer.save_if_due(actor, RunState(7, wall_s=500.0))  # type: ignore[arg-type]
+    writer.wait()
+    assert read(tmp_path / "checkpoints" / "step_7").state.wall_s == 530.0
+
+
+def test_one_whose_deletion_is_cut_short_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step_3"
+    path.mkdir()
+    (path / "state.json").touch()
+    (path / "weights").touch()
+
+    def cut_short(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.remove(path)
+    assert complete(tmp_path) == [] and checkpoint.list_incomplete(tmp_path) == [path]
