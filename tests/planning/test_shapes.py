@@ -146,8 +146,9 @@ def test_windows_of_an_unknown_type_are_those_that_are_stated() -> None:
         by_layer,
         {"sliding_window_pattern": 3},
         by_layer | {"use_sliding_window": False},
+        {"layer_types": [*by_layer["layer_types"], "sliding_attention"]},  # and of one that predicts further tokens
     )
-    assert [shape_of(own | more).windows.n_layers for more in stated] == [0, 2, 2, 0]
+    assert [shape_of(own | more).windows.n_layers for more in stated] == [0, 2, 2, 0, 2]
 
 
 def test_qwen_of_one_and_a_half_billion() -> None:

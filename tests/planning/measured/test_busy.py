@@ -13,9 +13,9 @@ from gkd.cluster.workers.activity import ActivitySpan
 from gkd.cluster.workers.group import WorkerReport
 from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
-from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
+from gkd.planning.measured.busy import MOST_PACES, busy_by_step, busy_seconds, paces_of
 from gkd.planning.measured.factors import factors_of
-from gkd.planning.measured.timeline import RunTimeline
+from gkd.planning.measured.timeline import RunTimeline, TimelineSpan
 from gkd.planning.simulation.run import Pace
 from gkd.planning.simulation.steps import simulate_layout
 from tests.planning.layouts import layout_of
@@ -72,6 +72,13 @@ def test_paces_are_each_steps_share_of_the_mean(tmp_path: Path) -> None:
     means = (5.0 + 8.0) / 2, (3.0 + 8.0) / 2
     assert paces == (Pace(5.0 / means[0], 1.0, 3.0 / means[1]), Pace(8.0 / means[0], 1.0, 8.0 / means[1]))
     assert paces_of([]) == ()
+    assert paces_of([{"rollout": 9.0}] + [{"rollout": 1.0}] * MOST_PACES) == (Pace(),) * MOST_PACES  # of the last ones
+
+
+def test_steps_that_the_file_lacks_are_not_taken_for_a_long_one() -> None:
+    """As where a run went on without what it had written before."""
+    spans = [TimelineSpan("driver", "generate", 10.0 * step, 10.0 * step + 9, step) for step in (1, 2, 3, 6, 7)]
+    assert RunTimeline(("driver",), tuple(spans)).steps() == [(20.0, 30.0), (60.0, 70.0)]
 
 
 def test_steps_with_a_validation_beside_them_do_not_count(tmp_path: Path) -> None:

@@ -93,13 +93,17 @@ def test_metrics_of_steps_in_which_workers_ended_are_left_out(tmp_path: Path) ->
     assert factors_of(str(tmp_path), layout).sync == pytest.approx(slow * 3 / 14)
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_line_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200")
     write_run(tmp_path, layout, ROW, ROW)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "timing')
     (tmp_path / "samples.jsonl").write_text('{"length": 7}\n' * 64 + '{"leng')
     assert factors_of(str(tmp_path), layout).seen == (7,) * 64
+    with monkeypatch.context() as short:  # of a file that is longer than what is read, the first line is torn as well
+        short.setattr("gkd.planning.measured.factors.SAMPLES_READ", 64 * len('{"length": 7}\n') + 5)
+        (tmp_path / "samples.jsonl").write_text('{"length": 7}\n' * 70)
+        assert factors_of(str(tmp_path), layout).seen == (7,) * 64
     (tmp_path / "samples.jsonl").write_text('{"leng\n' + '{"length": 7}\n' * 64)
     with pytest.raises(ConfigError, match=r"samples\.jsonl"):  # in the middle it is no run's file
         factors_of(str(tmp_path), layout)

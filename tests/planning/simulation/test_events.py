@@ -141,7 +141,9 @@ def test_an_engine_gets_weights_once_it_is_drained_itself() -> None:
     assert together.seconds == pytest.approx(50 + 0.5)
     # In two steps each engine has a short one, weights, the long one of the next step, with which that step is there,
     # and after the update of 4 + 1 s weights again.
-    assert simulate(run, steps=20).seconds == pytest.approx((10 + 0.5 + 50 + 5 + 0.5) / 2)
+    alone = simulate(run, steps=20)
+    assert alone.seconds == pytest.approx((10 + 0.5 + 50 + 5 + 0.5) / 2)
+    assert alone.busy["rollout"] == together.busy["rollout"] == pytest.approx((10 + 50) / 2 + 0.5)
 
 
 def test_what_is_under_way_is_computed_again_after_weights_are_loaded_in_flight() -> None:

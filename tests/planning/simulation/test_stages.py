@@ -10,6 +10,7 @@ import pytest
 from gkd.errors import ConfigError
 from gkd.planning.shapes import shape_of
 from gkd.planning.simulation.stages import (
+    ENGINE_STEP_S,
     HOST_LINK,
     Stages,
     adam_s,
@@ -170,6 +171,23 @@ def test_a_token_attends_to_a_window_and_reads_no_more_of_the_cache() -> None:
         seconds = [decode_s(s, s.config.rollout, n) for n in (1000, 2000)]
         a_gpu = 1000 * attended(30_000 + 128) * 32 * 8 * 128 * 2 * 2 / (3350e9 * 0.8)
         assert seconds[1] - seconds[0] == pytest.approx(a_gpu, rel=0.01)
+
+
+def test_a_host_that_does_both_in_one_process_takes_the_time_of_both() -> None:
+    """Of a small model at many sequences, whose GPU is done sooner."""
+    small = ("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h200", "rollout.engine=vllm")
+    seconds = {
+        way: decode_s(layout, layout.config.rollout, 256)
+        for way in ("ipc", "object_store")
+        for layout in [layout_of(*small, f"weights.transfer={way}")]
+    }
+    assert seconds["object_store"] - seconds["ipc"] == pytest.approx(ENGINE_STEP_S)
+
+
+def test_what_the_data_answers_is_not_sampled() -> None:
+    shares = [layout_of(*H200, f"algorithm.on_policy_share={share}") for share in (1, 0.5)]
+    whole, half = (generate_s(layout, layout.config.rollout) for layout in shares)
+    assert half < 0.9 * whole
 
 
 def test_an_adapter_alone_is_sent_at_once_and_costs_every_token() -> None:
