@@ -9,18 +9,27 @@ import re
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from gkd.cli.report import main
+from gkd.config import load
 from gkd.config.compose import compose
 from gkd.config.loading import dump_public
 from gkd.errors import ConfigError
 from gkd.observability.metrics import wilson_interval
 from gkd.observability.page import samples as chosen
-from gkd.observability.page.run import MAX_SPANS, list_differences, read_intervals, read_spans, thin_out
+from gkd.observability.page.run import (
+    MAX_SPANS,
+    list_differences,
+    read_intervals,
+    read_planned_gb,
+    read_spans,
+    thin_out,
+)
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.page.write import page, write_at_end
 from gkd.observability.report import Summary, show
@@ -62,9 +71,9 @@ def test_no_text_ends_the_script_that_it_is_in(tmp_path: Path) -> None:
 
 
 def test_many_steps_are_thinned_evenly_with_all_validations() -> None:
-    rows = [{"step": step} | ({"val/accuracy": 0.5} if step % 1001 == 0 else {}) for step in range(25_000)]
+    rows = [{"step": step} | ({"val/accuracy": 0.5} if step % 1001 == 0 else {}) for step in range(25_001)]
     kept = [row["step"] for row in thin_out(rows)]
-    assert len(kept) < 10_000 and kept[0] == 0 and kept[-1] == 24_999
+    assert len(kept) < 10_000 and kept[0] == 0 and kept[-1] == 25_000
     assert set(range(0, 25_000, 1001)) <= set(kept)
     assert thin_out(rows[:10_001]) == rows[:10_001]  # step 0 and 10,000 more
 
@@ -99,6 +108,10 @@ def test_samples_of_evenly_chosen_steps_within_bounds(tmp_path: Path, monkeypatc
     tokens = next(s["tokens"] for s in samples if s["step"] == 100)
     assert [list(texts)[number] for number in tokens["t"]] == ["t0", "t1", "t2", "t3"]
     assert tokens["h"][:3] == [-0.5, None, -2.5] and list(texts)[tokens["k"][0][1][0]] == "t"
+    shared = read_samples(file, Texts(), share=2)  # half of both bounds
+    assert len(shared) == 20 and len({s["step"] for s in shared if "tokens" in s}) == 3
+    file.write_text(lines([sample(1, i, text="t") for i in range(60)]))
+    assert len(read_samples(file, Texts())) == 40  # of a step that has more by itself
     assert read_samples(tmp_path / "missing.jsonl", texts) == []
 
 
@@ -276,3 +289,11 @@ def test_the_end_of_a_run_of_one_step_is_in_the_singular(steps: int, text: str) 
     file = io.StringIO()
     show(Summary({}, {}, {}, steps, 4.0), Path("run"), None, "", Console(file=file, width=100))
     assert text in file.getvalue()
+
+
+def test_planned_memory_is_in_the_units_of_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """memory/* are in 10^9 bytes, as everything of this project."""
+    monkeypatch.setattr("gkd.observability.page.run.models_of", lambda config: None)
+    groups = [SimpleNamespace(group="actor", total=2e9), SimpleNamespace(group="rollout", total=5e8)]
+    monkeypatch.setattr("gkd.observability.page.run.all_memory", lambda layout: groups)
+    assert read_planned_gb(load({}), [{"gpu_uuids": ["GPU-0"]}]) == {"actor": 2.0, "rollout": 0.5}

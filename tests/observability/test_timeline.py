@@ -205,6 +205,7 @@ def test_a_clock_that_is_ahead_is_put_right(tmp_path: Path) -> None:
             0.0,
         ),  # the driver's, while the node is asked
         ([(110.4, 110.5, 110.6), (120.0, 120.5, 121.5)], 0.0),
+        ([(110.4, 100.5, 110.6)], -9.9),
         ([(110.4, 115.5, 110.6), (120.0, 125.2, 121.5)], 4.9),  # of two that agree the closer one
     ],
 )

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from gkd.config import Config, load
 from gkd.config.groups import TRACKERS
 from gkd.errors import ConfigError
 from gkd.observability import tracking
+from gkd.observability.trackers.mlflow import MLflow
+from gkd.observability.trackers.wandb import WandB
 from gkd.observability.tracking import MetricsLog, Trackers, require_trackers
 from tests.error_text import contains_in_order
 
@@ -269,3 +272,16 @@ def test_what_is_no_tracker_is_refused(trainer: dict[str, Any], message: str, tm
     names = [name.replace("FILE", f"{tmp_path}/mine.py") for name in trainer.get("trackers", [])]
     with pytest.raises(ConfigError, match=message):
         load({"trainer": {**trainer, "trackers": names}})
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_trackers_of_a_server_are_given_how_a_run_ended(failed: bool) -> None:
+    mlflow: Any = object.__new__(MLflow)
+    wandb: Any = object.__new__(WandB)
+    ends = list[Any]()
+    mlflow._id, mlflow._client = "1", SimpleNamespace(set_terminated=lambda *its: ends.append(its))
+    wandb._run = SimpleNamespace(finish=lambda exit_code: ends.append(("exit", exit_code)))
+    wandb._end = lambda: ends.append("no process is left")
+    for tracker in (mlflow, wandb):
+        tracker.close(failed)
+    assert ends == [("1", "FAILED" if failed else "FINISHED"), ("exit", int(failed)), "no process is left"]
