@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from gkd.cli.compare import main, show
-from gkd.evaluation.comparison import compare_all, group_by_score, read_all
+from gkd.evaluation.comparison import Comparison, compare_all, group_by_score, read_all
+from gkd.evaluation.paired import PairedDifference
 from gkd.evaluation.results import Results, read_results
 from gkd.evaluation.statistics import estimate
 from tests.error_text import contains_in_order
@@ -219,3 +220,13 @@ def test_bad_input_is_one_line(
     write(Path(), "far", [0.0, 1.0], first=7).rename("far")
     assert main(files) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(("needed", "named"), [(50, False), (100, False), (101, True)])
+def test_more_questions_are_named_where_there_are_fewer(needed: int, named: bool) -> None:
+    """Of a difference that as many would show in four of five cases, this may be the fifth."""
+    paired = PairedDifference(100, estimate([0.1, 0.2]), 0.2, needed)
+    row = Comparison("val", "accuracy", "base", "student", (0.1, 0.2), paired, 0.2, 0)
+    out = io.StringIO()
+    show([row], Console(file=out, width=200))
+    assert (f"{needed} questions would" in out.getvalue()) == named

@@ -20,6 +20,7 @@ from gkd.cli.export import UNFINISHED, main
 from gkd.config import Actor, Lora
 from gkd.config import load as load_config
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, read, remove, write
+from gkd.driver.checkpoints.run_models import models_of_run
 from tests.data.models import save_model
 
 
@@ -110,3 +111,24 @@ def test_a_run_that_left_no_checkpoint_has_its_student_named(
     assert main(arguments) == 2
     (finished,) = capsys.readouterr().err.splitlines()
     assert [str(tmp_path / "run" / "model") in line for line in (unfinished, finished)] == [False, True]
+
+
+def test_an_evaluation_of_a_run_has_its_checkpoints_and_its_student_of_a_later_step(run: Path, tmp_path: Path) -> None:
+    save_model(run / "model")
+    names = []
+    for steps in (3, 2):
+        (run / "summary.json").write_text(f'{{"steps": {steps}}}')
+        models = models_of_run(run, load_config({}))
+        names.append([further.name for further in models.further])
+        assert models.base == str(tmp_path / "student")
+    assert names == [["step_2", "step_3"], ["step_2"]]
+
+
+def test_a_later_student_is_named_where_no_step_was_asked_for(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "summary.json").write_text('{"steps": 3}')
+    for name, arguments, named in (("newest", [], True), ("own", ["--step", "2"], False)):
+        assert main([str(run), str(tmp_path / name), *arguments]) == 0
+        line = capsys.readouterr().out
+        assert line.startswith("step 2 of ") and (str(run / "model") in line) == named

@@ -184,15 +184,16 @@ def test_runs_are_compared_with_the_first_question_by_question(
         write_scores([SetScores("val", 1, scores)], tmp_path / name)
     runs = [SweptRun(name, ()) for name in names]
 
-    def shown() -> str:
+    def shown(failed: int = 0) -> str:
         file = io.StringIO()
-        show(runs, [0, 0, 0], tmp_path, Console(file=file, width=200))
+        show(runs, [0, failed, 0], tmp_path, Console(file=file, width=200))
         return file.getvalue()
 
     text = shown()
     assert re.search(r"val +lr=2 +1.000 +\+0.500 \(\+0.343 to \+0.657\) +< 0.0001 +< 0.0001", text)
     assert re.search(r"^val: lr=2 .*\baccuracy\b.* lr=1 \(p < 0\.0001, 40 ", text, re.MULTILINE)
     assert re.search(r"^val: lr=3 and lr=1 .* 40 ", text, re.MULTILINE)
+    assert "val: lr=3" in shown(failed=1) and "val: lr=2" not in shown(failed=1)
     write_scores([SetScores("val", 1, {f"other{i}": {"accuracy": 1.0} for i in range(40)})], tmp_path / "lr=2")
     assert re.search(r": lr=1 and lr=2 .*\b0 .* val .*\baccuracy\b", shown())
     assert main_compare([str(tmp_path / name) for name in names[::2]]) == 0
