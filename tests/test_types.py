@@ -36,6 +36,12 @@ def test_what_does_not_belong_together_is_no_sample(
         a_sample(sampled, *versions)
 
 
+def test_every_reference_answer_counts() -> None:
+    ids = np.zeros(1, np.int32)
+    assert Prompt(0, ids, "", answer="4", other_answers=("four",)).answers == ("4", "four")
+    assert Prompt(0, ids, "").answers == ()
+
+
 def test_seeds_have_31_bits_and_are_the_same_everywhere() -> None:
     """Libraries differ in whether they take the 32nd."""
     seeds = [seed_of(0, step, place) for step in range(20) for place in range(20)]

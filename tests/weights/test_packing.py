@@ -132,6 +132,11 @@ def test_a_rank_that_packs_and_one_that_does_not_cut_alike(checksum: bool) -> No
     assert all(torch.equal(unpacked[name], tensor) for name, tensor in tensors.items())
 
 
+def test_whole_tensors_are_sent_once_whatever_the_number_of_ranks() -> None:
+    ranks = [SimpleNamespace(device="cpu", gpu_uuids=[]) for _ in range(3)]
+    assert Packing.packing(ranks, set()) == [True, False, False]
+
+
 def test_a_rank_whose_engine_died_packs_no_more() -> None:
     tensors = {f"{i}": torch.full((1 << 18,), float(i)) for i in range(4)}
     publisher = Publisher(Weights(transfer=f"{__name__}:Packing", bucket_mb=1), CPU, lambda: iter(tensors.items()))
