@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -378,3 +379,11 @@ def _devices(config, machines):
         for other in a.colocated:
             by_group[other.group] = " ".join(on[i] for on in per_node[: other.nnodes] for i in other.positions)
     return [by_group[GROUP_OF[section]] for section, _ in config.pools()]
+
+
+def test_a_gpu_is_shared_by_all_that_compute_on_it():
+    """Colocated workers, and actors that an engine starts by itself."""
+    teacher = layout_nodes.ColocatedGroup("teacher", (0,), 1)
+    alone = GroupRequest("rollout", "rollout", 2, 1)
+    requests = [alone, replace(alone, others_per_gpu=1), replace(alone, colocated=(teacher,), others_per_gpu=1)]
+    assert [request.workers_per_gpu for request in requests] == [1, 2, 3]
