@@ -97,7 +97,8 @@ def compose_run(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a run. Raises ConfigError, also for settings that are of evaluations alone."""
     forget_edited()
     config = compose(overrides)
-    if config.evaluates or config.evaluate != type(config.evaluate)():
+    named = named_settings([own for own in overrides if not names_file(own)])  # a run's own file has every setting
+    if config.evaluates or config.evaluate.sets or any(name.startswith("evaluate.") for name in named):
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     return config
 

@@ -26,24 +26,19 @@ def hint(key: str, known: Iterable[str]) -> str:
     """
     plain = key.lstrip("-").replace("-", "_")
     names = [name for name in known if plain.startswith(_key_prefix(name))]
-    if meaning := ELSEWHERE.get(plain) or _find_section(plain):
-        return f" (here: {meaning})"
+    if plain in ELSEWHERE:
+        return f" (here: {ELSEWHERE[plain]})"
+    for section, meaning in SECTIONS.items():
+        if f"{plain}.".startswith(f"{section}.") or plain.startswith(f"{section}_"):
+            return f" (here: {meaning})"
     if misspelt := _find_in_section(plain, names, TYPING_ERROR):
         return _question(misspelt)
     for ending in _endings(plain):
-        if meaning := ELSEWHERE.get(ending) or _find_section(ending):
-            return f" (here: {meaning})"
+        if ending in ELSEWHERE:
+            return f" (here: {ELSEWHERE[ending]})"
         if "." in ending and ending in names:
             return _question([ending])
     return _question(_find_alike(plain, names))
-
-
-def _find_section(key: str) -> str | None:
-    """Return what a whole section of another system means, with which ``key`` begins."""
-    for section, meaning in SECTIONS.items():
-        if f"{key}.".startswith(f"{section}.") or key.startswith(f"{section}_"):
-            return meaning
-    return None
 
 
 def _key_prefix(name: str) -> str:

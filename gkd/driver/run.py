@@ -122,6 +122,7 @@ def _drive(
             n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
             try:
                 summary = _train_and_save(config, system.parts, run_log, saved, output, n_val)
+                events.finish(summary.steps)
             finally:
                 timeline.write()
             on_gpus = placement.groups["actor"].reports[0].device == "cuda"

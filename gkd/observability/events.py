@@ -48,6 +48,7 @@ class Events(logging.Handler):
         super().__init__(logging.INFO)
         self._started_s = time.monotonic() if started_s is None else started_s
         self.step, self._one_at_a_time = step, threading.RLock()
+        self._is_finished = False
         self._path, self._lines, self._lost = path, JsonLines(path), False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -73,6 +74,10 @@ class Events(logging.Handler):
             if first:
                 log.warning("events are not written: %s", reason(error, self._path))
 
+    def finish(self, step: int) -> None:
+        """Note that the run has done its last step, whatever ends what comes after it, such as closing a tracker."""
+        self.step, self._is_finished = step, True
+
     def __enter__(self) -> Self:
         log.addHandler(self)
         _entered.append(self)
@@ -80,9 +85,10 @@ class Events(logging.Handler):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         signalled = received_signal() if isinstance(error, SystemExit) else None  # which a call into Ray makes 0 or 1
-        how = "finished" if error is None else describe_error(signalled or error)
-        last = max(0, self.step - (error is None))  # of a run that has finished none is under way
-        note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", step=last, failed=kind is not None)
+        stopped = [] if error is None else [describe_error(signalled or error)]
+        how = "; then ".join([*(["finished"] if self._is_finished else []), *stopped])
+        failed = not self._is_finished
+        note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", failed=failed)
         log.removeHandler(self)
         _entered.remove(self)
         self._lines.__exit__()

@@ -113,7 +113,11 @@ def test_a_description_names_another_systems_term_where_it_is_another_word() -> 
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "cluster.offload"),
         ("algorithm.filter_groups.metric", "algorithm.dynamic_sampling.max_rounds"),
         ("reward.reward_kwargs.overlong_buffer_cfg.len", "algorithm.overlong.buffer"),
-        ("algorithm.rollout_correction.rollout_rs", "algorithm.importance_sampling.level"),
+        ("algorithm.rollout_correction.rollout_rs", "algorithm.importance_sampling.mask"),
+        ("algorithm.rollout_correction.rollout_is", "algorithm.importance_sampling.level"),
+        ("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.max_rounds"),
+        ("actor_rollout_ref.rollout.max_tokens", "rollout.max_response_length"),
+        ("reward.max_tokens", "reward.judge.max_tokens"),
         ("data.val_max_samples", "data.val_limit"),
         # slime, OpenRLHF, prime-rl
         ("n-samples-per-prompt", "rollout.n"),

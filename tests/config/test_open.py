@@ -17,6 +17,7 @@ from gkd.config.base import Settings
 from gkd.config.compose import compose, compose_run
 from gkd.config.doubts import doubts
 from gkd.config.learning import ADVANTAGES
+from gkd.config.loading import dump_run
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.registry import Registry, make_absolute, source_digest
 from gkd.errors import ConfigError
@@ -41,8 +42,12 @@ class Section(OpenSettings):
 
 
 @pytest.mark.parametrize("setting", ["evaluate.mode=single", "evaluate.output_dir=there"])
-def test_a_run_takes_no_settings_of_evaluations(setting: str) -> None:
-    compose_run(["+recipe=grpo"])
+def test_a_run_takes_no_settings_of_evaluations_but_those_of_its_file(setting: str, tmp_path: Path) -> None:
+    composed = compose_run(["+recipe=grpo"])
+    saved = tmp_path / "config.yaml"
+    evaluating = composed.evaluate.model_copy(update={"output_dir": str(tmp_path)})  # as where that is there already
+    saved.write_text(dump_run(composed, composed.model_copy(update={"evaluate": evaluating})))
+    assert compose_run([str(saved), "trainer.seed=3"]).trainer.seed == 3
     with pytest.raises(ConfigError, match="gkd evaluate"):
         compose_run(["+recipe=grpo", setting])
 

@@ -44,6 +44,7 @@ def test_what_happens_is_written_as_it_happens(
         metrics.write({"step": 1})
         note("checkpoint", "checkpoint of step 1: /a/b", step=1)
         assert len(rows(tmp_path)) == 5  # before the run ends
+        events.finish(1)
     validation, warning, death, restart, checkpoint, end = rows(tmp_path)
     assert (validation["kind"], validation["step"], validation["metrics"]) == ("validation", 0, {"val/accuracy": 0.25})
     assert (warning["kind"], warning["step"], warning["metric"]) == ("warning", 1, "response/clip_ratio")
@@ -55,6 +56,15 @@ def test_what_happens_is_written_as_it_happens(
     assert (end["kind"], end["step"], end["failed"]) == ("end", 1, False)
     assert before - 0.01 <= validation["time"] <= end["time"] <= time.time() + 0.01
     assert "checkpoint" not in capfd.readouterr().out  # in the file alone
+
+
+def test_a_finished_run_that_is_stopped_while_it_closes_has_not_failed(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed), Events(tmp_path / "events.jsonl", 3) as events:
+        events.finish(2)
+        raise RunFailed("a tracker hangs")
+    (end,) = rows(tmp_path)
+    assert (end["step"], end["failed"]) == (2, False)
+    assert contains_in_order(end["text"], "finished", "tracker hangs")
 
 
 def test_a_run_that_fails_and_goes_on_appends(tmp_path: Path) -> None:
