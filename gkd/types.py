@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from gkd.config.eval_set import EvalSet
-    from gkd.config.sampling import StudentSampling
 
 Array = NDArray[Any]
 Bool = NDArray[np.bool_]
@@ -89,14 +85,6 @@ class Sampling:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     stop: tuple[str, ...] = ()
-
-    @classmethod
-    def by(cls, settings: StudentSampling | EvalSet, max_tokens: int, stop: Sequence[str]) -> Sampling:
-        """Return what ``settings`` draw responses of at most ``max_tokens`` from, which these texts end."""
-        return cls(
-            max_tokens, settings.temperature, settings.top_p, settings.top_k, settings.min_p,
-            settings.presence_penalty, tuple(stop),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

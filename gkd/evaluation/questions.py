@@ -55,8 +55,15 @@ class Questions:
 
 def sampling_of(rollout: Rollout, settings: EvalSet) -> Sampling:
     """Return how the answers of a set are drawn."""
-    stop = rollout.stop if settings.stop is None else settings.stop
-    return Sampling.by(settings, settings.max_response_length or rollout.max_response_length, stop)
+    return Sampling(
+        settings.max_response_length or rollout.max_response_length,
+        settings.temperature,
+        settings.top_p,
+        settings.top_k,
+        settings.min_p,
+        settings.presence_penalty,
+        tuple(rollout.stop if settings.stop is None else settings.stop),
+    )
 
 
 def load_questions(

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from gkd.config import load
+from gkd.driver.loop.collect import sampling_of
 from gkd.errors import ConfigError
 from gkd.observability.watch import warnings
 
@@ -14,6 +15,7 @@ from gkd.observability.watch import warnings
 def test_a_horizon_rises_to_the_limit_and_stays() -> None:
     rollout = load({"rollout": {"horizon": {"start": 32, "end": 232, "steps": 100}}}).rollout
     assert [rollout.limit_at(step) for step in (1, 2, 51, 101, 5000)] == [32, 34, 132, 232, 232]
+    assert sampling_of(rollout, 51).max_tokens == 132
     assert load({}).rollout.limit_at(1) == load({}).rollout.max_response_length
     assert load({"rollout": {"horizon": {"start": 32}}}).rollout.limit_at(1000) == 256
 

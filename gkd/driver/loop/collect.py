@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from gkd.algorithms.advantages import groups_that_differ
 from gkd.algorithms.training_samples import groups_of, rewards_of
 from gkd.cluster.workers.activity import record_activity
-from gkd.config import Config
+from gkd.config import Config, Rollout
 from gkd.config.top_k import required_top_k
 from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
@@ -152,6 +152,19 @@ def scoring_of(config: Config, vocab_size: int) -> Scoring:
     )
 
 
+def sampling_of(rollout: Rollout, step: int) -> Sampling:
+    """Return how responses of training ``step`` are drawn."""
+    return Sampling(
+        rollout.limit_at(step),
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.min_p,
+        rollout.presence_penalty,
+        tuple(rollout.stop),
+    )
+
+
 def requests_of(
     config: Config, prompts: Sequence[Prompt], scoring: Scoring, step: int, first: int = 0
 ) -> list[SampleRequest]:
@@ -166,7 +179,7 @@ def requests_of(
     size = config.actor.mini_batch_size or len(prompts) * config.rollout.n
     by_student, own = [False] * (len(prompts) - n_own), [True] * n_own
     is_own = interleave(by_student, own) if size < len(prompts) * config.rollout.n else own + by_student
-    sampling = Sampling.by(config.rollout, config.rollout.limit_at(step), config.rollout.stop)
+    sampling = sampling_of(config.rollout, step)
     return [
         SampleRequest(
             prompt, index, seed_of(config.trainer.seed, step, place, index), sampling, scoring, is_own[place - first]
