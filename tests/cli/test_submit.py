@@ -24,7 +24,7 @@ from gkd.cli.launch import package as package_module
 from gkd.cli.launch.package import pack
 from gkd.cli.launch.paths import resolve_paths
 from gkd.cli.submit import _follow, main
-from gkd.config.compose import compose
+from gkd.config.compose import compose, compose_run
 from gkd.config.data import TASKS
 from gkd.errors import ConfigError
 from tests.e2e.on_a_cluster.conftest import free_port
@@ -86,7 +86,7 @@ def test_relative_paths_mean_this_directory(tmp_path: Path) -> None:
     overrides += ["data.cache_dir=made/later", "teacher.key_file=key", "teacher.chat_template=chat.jinja"]
     config = compose(overrides)
     # What the job composes from both, as Hydra reads it.
-    job = compose([*overrides, *resolve_paths(config, odd, odd / "out")])
+    job = compose_run([*overrides, *resolve_paths(config, odd, odd / "out")])
     assert job.model.path == str(odd / "student")
     assert job.teacher.model.path == "Org/Name-7B"  # a name in the cluster's cache of models
     assert job.data.train_files == [str(odd / "train.jsonl"), "/all/see/this.jsonl"]

@@ -29,7 +29,7 @@ def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
     _require_cluster_is_left_alone(config)
     overrides = [literal_override("trainer.output_dir", str(output))]
     for name, value in path_settings(config.model_dump()):
-        if name == "trainer.output_dir":
+        if name == "trainer.output_dir" or name.startswith("evaluate."):  # the latter is no run's
             continue
         if (absolute := _make_all_absolute(name, value, here)) != value:
             overrides.append(literal_override(name, absolute))
