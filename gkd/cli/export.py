@@ -23,6 +23,8 @@ UNFINISHED = ".gkd-export"
 """What a model is written to, within OUT, before it is moved there."""
 OF_NOBODY = {UNFINISHED, "lost+found"}
 """Names that a directory may have in it which holds nothing: of an export that was killed, and of a file system."""
+TRIES = 3
+"""How many checkpoints are begun to be read, each of which the run, which goes on, deletes meanwhile."""
 
 
 @entry_point
@@ -37,19 +39,18 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= OF_NOBODY):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
     directory = options.run / "checkpoints"
-    saved = choose_checkpoint(directory, options.step)
     from gkd.driver.checkpoints.checkpoint import complete
     from gkd.driver.checkpoints.run_models import export
     from gkd.observability.report import steps_done
 
-    while True:
+    for left in reversed(range(TRIES)):
+        saved = choose_checkpoint(directory, options.step)
         try:
             export(saved, out, out / UNFINISHED)
             break
         except RunFailed:
-            if saved.path in complete(directory):
+            if not left or saved.path in complete(directory):
                 raise
-            saved = choose_checkpoint(directory, options.step)  # the run, which goes on, has deleted that one
     line, steps = f"step {saved.state.step} of {options.run} is in {options.out}", steps_done(options.run)
     if options.step is None and steps is not None and steps > saved.state.step:
         line += f"; the trained student, of step {steps}, is in {options.run / 'model'}"
@@ -74,12 +75,15 @@ def choose_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
     if not complete(directory):
         raise ConfigError(describe_none(directory))
     if step is None:
-        saved, damaged = find_newest_intact(directory)
-        for path, why in damaged.items():
-            print(f"{path} is damaged and left out: {why}", file=sys.stderr)
-        if saved is None and damaged:
-            raise ConfigError(f"every checkpoint in {directory} is damaged")
-        return saved or choose_checkpoint(directory, step)
+        for _ in range(TRIES):
+            saved, damaged = find_newest_intact(directory)
+            for path, why in damaged.items():
+                print(f"{path} is damaged and left out: {why}", file=sys.stderr)
+            if saved is not None:
+                return saved
+            if damaged:
+                raise ConfigError(f"every checkpoint in {directory} is damaged")
+        raise ConfigError(f"the run in {directory.parent} deletes its checkpoints before they are read")
     path = directory / f"step_{step}"
     try:
         return read_intact(path)

@@ -85,10 +85,9 @@ class Events(logging.Handler):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         signalled = received_signal() if isinstance(error, SystemExit) else None  # which a call into Ray makes 0 or 1
-        stopped = [] if error is None else [describe_error(signalled or error)]
-        how = "; then ".join([*(["finished"] if self._is_finished else []), *stopped])
-        failed = not self._is_finished
-        note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", failed=failed)
+        finished = ["finished"] if self._is_finished or error is None else []
+        how = "; then ".join([*finished, *([] if error is None else [describe_error(signalled or error)])])
+        note("end", f"{how} after {time.monotonic() - self._started_s:.0f} s", failed=not finished)
         log.removeHandler(self)
         _entered.remove(self)
         self._lines.__exit__()

@@ -227,7 +227,11 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         write_part(optimizer, part, missing)
 
 
-def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_time", [True, False])
+def test_ranks_are_ended_when_they_have_written_their_checkpoint(
+    in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have handed on what they have; where that is late, what they wait in is aborted for it."""
     done: list[str] = []
 
     def restart() -> Any:
@@ -238,17 +242,20 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(monkeypatch: py
         done.append(call.activity)
 
     ranks: Any = SimpleNamespace(
-        submit_control=lambda method, *_, activity: PendingCall(activity, (), ()), call_each=lambda *_, **__: None
+        submit_control=lambda method, *_, activity: done.append(method) or PendingCall(activity, (), ()),
+        call_each=lambda *_, **__: None,
     )
     actor = ActorGroup(ranks, config(), "", restart)
     monkeypatch.setattr("gkd.actor.ranks.wait", wait)
-    monkeypatch.setattr("gkd.actor.ranks.is_done", lambda *_: True)
+    monkeypatch.setattr("gkd.actor.ranks.is_done", lambda *_: in_time)
     monkeypatch.setattr("gkd.actor.ranks.gather", lambda *_: None)
     monkeypatch.setattr(actor, "submit_build", lambda: None)
     monkeypatch.setattr(actor, "load", lambda: None)
     actor.write_staged("/there")
     actor._start_again()
-    assert done == ["writing /there", "handing on what the ranks have", "restart"]
+    aborted = [] if in_time else ["state.abort_collectives"]
+    waits = ["writing /there", "state.keep", *aborted, "handing on what the ranks have", "restart"]
+    assert done == ["state.write_staged", *waits]
 
 
 def test_ranks_that_are_at_different_steps_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
