@@ -98,11 +98,16 @@ def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: 
 
 
 def _sharing_layout(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
-    """Return the layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer."""
+    """Return the layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer.
+
+    Ranges, which may be typed, would stay beside it, and no setting leaves them to a placement.
+    """
     most = max((len(node.gpus) for node in idle), default=0)
     if not 0 < most < len(requests):
         return ""
-    return f"; placement={LAYOUTS[most]} lets them share"
+    ranges = [_range_override(request).partition("=")[0] for request in requests if request.ranges]
+    without = f" in place of {' and '.join(ranges)}" if ranges else ""
+    return f"; placement={LAYOUTS[most]}{without} lets them share"
 
 
 def _range_override(request: GroupRequest) -> str:

@@ -131,7 +131,8 @@ def refused_on(nodes: list[Node], overrides: list[str]) -> str | None:
         require_fit(group_requests(share_gpus(config, nodes)), nodes, config.cluster.cpus_per_worker)
     except ConfigError as error:
         *_, answer = str(error).split("; ")
-        return answer.removeprefix("nearest that fits: ").removesuffix(" lets them share")
+        answer = answer.removeprefix("nearest that fits: ").removesuffix(" lets them share")
+        return answer.partition(" in place of ")[0]  # a placement's own ranges, which another placement replaces
     return None
 
 

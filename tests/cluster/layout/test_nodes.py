@@ -304,6 +304,11 @@ def test_a_thousand_nodes_are_no_trouble():
             "none here); placement=2gpu lets them share",
         ),
         (usual(1, 1, 1), [node("a", 1)], "; placement=single_gpu lets them share"),
+        (
+            [pool("trainer", 1, gpus=(0,)), pool("rollout", 1), pool("teacher", 1, by_node=((2,),))],
+            [node("a", 2)],
+            "placement=2gpu in place of trainer.gpus and teacher.gpus_by_node lets them share",
+        ),
         (usual(1, 1, 1), [], "this cluster has 0 on 1 node"),
     ],
 )
