@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -199,7 +199,7 @@ def _with_interval(summary: Summary, name: str) -> str:
     value = summary.after.get(name)
     if value is None:
         return ""
-    interval = read_intervals(asdict(summary)).get(name, {}).get("after")
+    interval = read_intervals(summary).get(name, {}).get("after")
     return f"{value:.4f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
 
 

@@ -10,11 +10,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gkd.config.output_files import SUMMARY, parse, read_json
+from gkd.config.output_files import SUMMARY, find_fault, parse, read_json
 from gkd.durable import replace
+from gkd.errors import ConfigError
 from gkd.version import __version__
 
 ValMetrics = Mapping[str, float]
+MEASURED = ("before", "after", "teacher")
+"""What summary.json has figures of."""
+SUMMARIZED: dict[str, type] = {"steps": int, "wall_s": float, "n_val": int, **dict.fromkeys(MEASURED, dict)}
+"""What summary.json has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,13 @@ def write(summary: Summary, output_dir: Path) -> None:
 
 def read(output_dir: Path) -> Summary:
     """Read summary.json; what only other versions write is left out. Raises ConfigError where it cannot be read."""
-    content = read_json(output_dir / SUMMARY, dict)
+    file = output_dir / SUMMARY
+    content = {"n_val": 0} | read_json(file, dict)  # which earlier versions did not write
+    fault = find_fault(content, SUMMARIZED)
+    for when in MEASURED:
+        fault = fault or find_fault(content[when], dict.fromkeys(content[when], float))
+    if fault:
+        raise ConfigError(f"{file} cannot be read: {fault}")
     names = {field.name for field in fields(Summary)}
     return Summary(**{name: value for name, value in content.items() if name in names})
 

@@ -25,18 +25,13 @@ from gkd.config.output_files import (
 )
 from gkd.durable import is_held
 from gkd.errors import ConfigError, clean
+from gkd.observability.report import Summary, read
 
 AGAIN_S = 60.0
 """Time after which a run that has ended has not begun again by itself (trainer.restarts)."""
 
 WRITTEN = (CONFIG, PLACEMENT, ENGINES, METRICS, EVENTS, SAMPLES)
 """Files that a run writes and nobody else, as ``gkd report`` writes its page."""
-
-MEASURED = ("before", "after", "teacher")
-"""What summary.json has figures of."""
-
-SUMMARIZED: dict[str, type] = {"steps": int, "wall_s": float, "n_val": int, **dict.fromkeys(MEASURED, dict)}
-"""What summary.json has."""
 
 QUEUES: dict[str, type] = {"time": float, "waiting": int, "slots": int, "engines": list}
 QUEUE: dict[str, type] = {"rank": int, "health": str, "sampling": int, "scoring": int}
@@ -133,18 +128,9 @@ class RunFiles:
         """Return lines of events.jsonl that are whole."""
         return self._events.read()
 
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> Summary | None:
         """Return summary.json, None before the end. Raises ConfigError where it cannot be read."""
-        file = self.path / SUMMARY
-        if not self.is_finished:
-            return None
-        content: dict[str, Any] = {"n_val": 0} | read_json(file, dict)  # which earlier versions did not write
-        fault = find_fault(content, SUMMARIZED)
-        for when in MEASURED:
-            fault = fault or find_fault(content[when], dict.fromkeys(content[when], float))
-        if fault:
-            raise ConfigError(f"{file} cannot be read: {fault}")
-        return content
+        return read(self.path) if self.is_finished else None
 
     @property
     def last_metrics(self) -> dict[str, Any]:

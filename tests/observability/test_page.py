@@ -268,10 +268,10 @@ def test_wilson_at_the_ends() -> None:
 
 def test_intervals_of_sets_are_of_their_standard_errors() -> None:
     values = {"val/accuracy": 0.45, "val/hard/accuracy": 0.5, "val/hard/stderr": 0.1, "val/one/accuracy": 1.0}
-    intervals = read_intervals({"n_val": 100, "before": {}, "after": values, "teacher": {}})
+    intervals = read_intervals(Summary({}, values, {}, 3, 4.0, n_val=100))
     assert set(intervals) == {"val/accuracy", "val/hard/accuracy"}  # one question alone has no standard error
     assert intervals["val/hard/accuracy"]["after"] == pytest.approx((0.304, 0.696), abs=1e-3)
-    assert set(read_intervals({"n_val": 0, "before": {}, "after": values, "teacher": {}})) == {"val/hard/accuracy"}
+    assert set(read_intervals(Summary({}, values, {}, 3, 4.0, n_val=0))) == {"val/hard/accuracy"}
 
 
 @pytest.mark.parametrize("teacher", [{}, {"val/accuracy": 1.0}])

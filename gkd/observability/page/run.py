@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from gkd.config.output_files import CONFIG, TIMELINE, parse
 from gkd.config.overrides import flatten
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.metrics import Z_95, wilson_interval
-from gkd.observability.run_files import MEASURED, RunFiles
+from gkd.observability.report import MEASURED, Summary
+from gkd.observability.run_files import RunFiles
 from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
 from gkd.planning.memory.colocation import all_memory
 
@@ -54,8 +56,8 @@ def describe(files: RunFiles) -> dict[str, Any]:
         "cut": len(events) > MAX_EVENTS,
         "metrics": collect_columns(rows),
         "events": events[-MAX_EVENTS:],
-        "summary": summary,
-        "n_val": 0 if summary is None else summary["n_val"],
+        "summary": None if summary is None else asdict(summary),
+        "n_val": 0 if summary is None else summary.n_val,
         "intervals": {} if summary is None else read_intervals(summary),
         "differs": None if requested is None else list_differences(requested),
         "placement": [
@@ -95,14 +97,14 @@ def _shorten(value: Any) -> float | None:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+def read_intervals(summary: Summary) -> dict[str, dict[str, tuple[float, float]]]:
     """Return 95 % intervals of accuracies before, after and of the teacher: Wilson's of ``val/accuracy``.
 
     Those of ``val/NAME/accuracy`` are of its standard error, as an answer of a set may be a mean over samples.
     """
-    n, bounds = summary["n_val"], dict[str, dict[str, tuple[float, float]]]()
+    n, bounds = summary.n_val, dict[str, dict[str, tuple[float, float]]]()
     for when in MEASURED:
-        values = summary[when]
+        values: Mapping[str, float] = getattr(summary, when)
         for name, value in values.items():
             stderr = values.get(f"{name.removesuffix('accuracy')}stderr") if name.endswith("/accuracy") else None
             if name == "val/accuracy" and n and 0 <= value <= 1:
