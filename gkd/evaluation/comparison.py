@@ -10,6 +10,7 @@ from gkd.config.output_files import CONFIG
 from gkd.errors import ConfigError
 from gkd.evaluation.paired import PairedDifference, compare_paired, holm
 from gkd.evaluation.results import Results, read_results
+from gkd.observability.run_files import tell_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,8 @@ def _name_homes(model: str, homes: Collection[Path]) -> dict[Path, str]:
 
     A run's model is named by the run's directory, which is not named twice.
     """
-    n_parts = 1
-    while len({home.parts[-n_parts:] for home in homes}) < len(homes):
-        n_parts += 1
-    names = {home: "/".join(home.parts[-n_parts:]) for home in homes}
-    return {home: name if home.name == model and n_parts > 1 else f"{name}/{model}" for home, name in names.items()}
+    names = tell_apart(homes)
+    return {home: name if home.name == model != name else f"{name}/{model}" for home, name in names.items()}
 
 
 def _files(path: Path, report: Callable[[str], object]) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ MOST_PIDS = 1 << 31
 def find_runs(path: Path) -> list[Path]:
     """Return a run's directory, or those of the runs in a sweep's, by name."""
     return [path] if (path / CONFIG).exists() else sorted(file.parent for file in path.glob(f"*/{CONFIG}")) or [path]
+
+
+def tell_apart(directories: Collection[Path]) -> dict[Path, str]:
+    """Return what each of these is called: its name, with as many directories above as no two of them share."""
+    n_parts = 1
+    while len({directory.parts[-n_parts:] for directory in directories}) < len(directories):
+        n_parts += 1
+    return {directory: "/".join(directory.parts[-n_parts:]) for directory in directories}
 
 
 class RunFiles:

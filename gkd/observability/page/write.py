@@ -15,7 +15,7 @@ from gkd.config.output_files import METRICS, REPORT, SAMPLES
 from gkd.errors import ConfigError, describe_error
 from gkd.observability.page.run import MAX_EVENTS, MAX_ROWS, describe
 from gkd.observability.page.samples import Texts, read_samples
-from gkd.observability.run_files import RunFiles
+from gkd.observability.run_files import RunFiles, tell_apart
 
 log = logging.getLogger("gkd")
 
@@ -69,13 +69,9 @@ def _encode_for_script(data: Any) -> str:
 def _name_apart(runs: Sequence[dict[str, Any]]) -> None:
     """Name runs by their directories, with as many above as tell apart those that are called alike."""
     names = [run["name"] for run in runs]
-    alike = {run["path"]: Path(run["path"]).parts for run in runs if names.count(run["name"]) > 1}
-    n_parts = 2
-    while len({parts[-n_parts:] for parts in alike.values()}) < len(alike):
-        n_parts += 1
+    alike = tell_apart({Path(run["path"]) for run in runs if names.count(run["name"]) > 1})
     for run in runs:
-        if run["path"] in alike:
-            run["name"] = "/".join(alike[run["path"]][-n_parts:])
+        run["name"] = alike.get(Path(run["path"]), run["name"])
 
 
 def write_at_end(output: Path) -> Path | None:
