@@ -65,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
     from gkd.cli.launch.jobs import Jobs
+    from gkd.cli.train import require_recipe
 
     chosen = [name for name in ("status", "attach", "stop") if getattr(options, name) is not None]
     if len(chosen) > 1 or (chosen and (options.overrides or options.follow)):
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     if chosen and options.multirun:
         raise ConfigError(f"--multirun is for runs to submit, not for --{chosen[0]}")
     runs = [] if chosen else _runs(options.overrides, options.multirun)
-    _require_recipe(runs)
+    for run in runs:
+        require_recipe(run.config, "gkd submit --address http://HOST:8265")
     jobs = Jobs(_address(options.address))
     if options.status is not None:
         return _status(jobs, options.status)
@@ -109,15 +111,6 @@ def _address(named: str | None) -> str:
             "dashboard of a cluster"
         )
     return address
-
-
-def _require_recipe(runs: Sequence[JobRun]) -> None:
-    """Raise ConfigError for a run that would end at once; it does so here sooner and more visibly."""
-    from gkd.config.compose import groups
-
-    if any(run.config.recipe == "none" for run in runs):
-        names = ",".join(groups()["recipe"])
-        raise ConfigError(f"name a recipe: gkd submit --address http://HOST:8265 +recipe={{{names}}}")
 
 
 def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
@@ -190,17 +183,16 @@ def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
 
 def _show(runs: Sequence[JobRun], codes: Sequence[int]) -> None:
     """Print what the runs of a sweep came to, where their directory is to be seen from here."""
-    from gkd.cli.sweep import SweptRun, show
+    from gkd.cli.sweep import show
     from gkd.config.output_files import SUMMARY
     from gkd.observability.progress import console
 
-    directory = runs[0].output.parent
-    there = [(directory / run.output.name / SUMMARY).exists() for run in runs]
-    ends = [code if code or seen else -1 for code, seen in zip(codes, there, strict=True)]
-    if any(there):
-        show([SweptRun(run.output.name, ()) for run in runs], ends, directory, console())
+    ends = {run.output: code for run, code in zip(runs, codes, strict=True)}
+    there = {run for run in ends if (run / SUMMARY).exists()}
+    if there:
+        show({run: code if code or run in there else -1 for run, code in ends.items()}, console())
     else:
-        print(f"the runs are in {directory}, as the cluster's head sees it")
+        print(f"the runs are in {runs[0].output.parent}, as the cluster's head sees it")
 
 
 def _follow(jobs: Jobs, name: str) -> int:

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,19 +68,19 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     make_directory(directory)
     require_writable(directory)
     out = console()
-    codes: list[int] = []
+    codes: dict[Path, int] = {}
     descriptor = claim(directory)  # by which gkd report --watch knows, between two runs, that there are more
     try:
         for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
             out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
-            codes.append(_run(run, config, directory, descriptor))
-        show(runs, codes, directory, out)
+            codes[directory / run.name] = _run(run, config, directory, descriptor)
+        show(codes, out)
     except SystemExit as end:  # a signal
         end.add_note(f"{shell_override('trainer.output_dir', directory)} trainer.resume=true --multirun goes on")
         raise
     finally:
         os.close(descriptor)
-    return 2 if 2 in codes else int(any(codes))
+    return 2 if 2 in codes.values() else int(any(codes.values()))
 
 
 def _require_files(configs: Sequence[Config]) -> None:
@@ -173,25 +173,28 @@ def _run(run: SweptRun, config: Config, directory: Path, descriptor: int) -> int
         raise
 
 
-def show(runs: Sequence[SweptRun], codes: Sequence[int], directory: Path, out: Console) -> None:
-    """Print the last validation of each run in one table, compare the runs, and write one report of all."""
-    summaries = [read(directory / run.name) if code == 0 else None for run, code in zip(runs, codes, strict=True)]
-    names = list(dict.fromkeys(name for summary in summaries if summary for name in summary.after))
+def show(codes: Mapping[Path, int], out: Console) -> None:
+    """Print the last validation of each run in one table, compare the runs, and write one report of all.
+
+    ``codes``: the exit code of each, by its directory.
+    """
+    summaries = {run: read(run) for run, code in codes.items() if code == 0}
+    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary.after))
     table = Table(box=None, pad_edge=False)
     for number, title in enumerate(["run", *names, "seconds"]):
         table.add_column(title, justify="right" if number else "left", no_wrap=not number)
-    for run, code, summary in zip(runs, codes, summaries, strict=True):
-        if summary is None:
+    for run, code in codes.items():
+        if (summary := summaries.get(run)) is None:
             table.add_row(run.name, *([""] * len(names)), f"failed, exit code {code}")
         else:
             table.add_row(run.name, *(_with_interval(summary, name) for name in names), f"{summary.wall_s:.0f}")
     out.print()
     out.print(table)
-    _compare([directory / run.name for run, code in zip(runs, codes, strict=True) if code == 0], out)
-    there = [directory / run.name for run in runs if (directory / run.name / METRICS).exists()]
-    if there:
-        write_page([RunFiles(path) for path in there], directory / REPORT)
-        out.print(f"\nall runs over each other: {directory / REPORT}", soft_wrap=True)
+    _compare(list(summaries), out)
+    if begun := [RunFiles(run) for run in codes if (run / METRICS).exists()]:
+        page = begun[0].path.parent / REPORT
+        write_page(begun, page)
+        out.print(f"\nall runs over each other: {page}", soft_wrap=True)
 
 
 def _with_interval(summary: Summary, name: str) -> str:

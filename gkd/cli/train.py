@@ -76,12 +76,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def configure(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a run. Raises ConfigError for settings that are none of a run's."""
-    from gkd.config.compose import compose_run, groups
+    from gkd.config.compose import compose_run
 
     config = compose_run(overrides)
-    if config.recipe == "none":
-        raise ConfigError(f"name a recipe: gkd train +recipe={{{','.join(groups()['recipe'])}}}")
+    require_recipe(config, "gkd train")
     return config
+
+
+def require_recipe(config: Config, program: str) -> None:
+    """Raise ConfigError, with how ``program`` is given one, for a run without a recipe."""
+    from gkd.config.compose import groups
+
+    if config.recipe == "none":
+        raise ConfigError(f"name a recipe: {program} +recipe={{{','.join(groups()['recipe'])}}}")
 
 
 def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep | None = None) -> Path:

@@ -163,7 +163,7 @@ def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:
     make_run(tmp_path / "b", 5)
     (tmp_path / "b" / "summary.json").unlink()
     file = io.StringIO()
-    show([SweptRun("a", ()), SweptRun("b", ())], [0, 1], tmp_path, Console(file=file, width=200))
+    show({tmp_path / "a": 0, tmp_path / "b": 1}, Console(file=file, width=200))
     head, one, other = (line.split() for line in file.getvalue().splitlines()[1:4])
     assert head == ["run", "val/accuracy", "seconds"]
     low, high = wilson_interval(0.45, 100)
@@ -182,11 +182,11 @@ def test_runs_are_compared_with_the_first_question_by_question(
         make_run(tmp_path / name)
         scores = {f"q{i}": {"accuracy": float(i < right)} for i in range(40)}
         write_scores([SetScores("val", 1, scores)], tmp_path / name)
-    runs = [SweptRun(name, ()) for name in names]
 
     def shown(failed: int = 0) -> str:
         file = io.StringIO()
-        show(runs, [0, failed, 0], tmp_path, Console(file=file, width=200))
+        codes = dict(zip((tmp_path / name for name in names), (0, failed, 0), strict=True))
+        show(codes, Console(file=file, width=200))
         return file.getvalue()
 
     text = shown()
