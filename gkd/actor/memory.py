@@ -10,7 +10,6 @@ import torch
 from gkd.actor.batches import count_tokens, pack
 from gkd.config import Config
 from gkd.planning.advice.changes import LEVEL_NAMES, actor_overrides
-from gkd.planning.layout import with_settings
 
 _SIGNS = re.compile(
     "DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|Triton Error.*: out of memory"
@@ -48,7 +47,7 @@ def out_of_memory_text(config: Config, longest: int | None, budget: int, reason:
     ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
     a micro-batch.
     """
-    now = with_settings(config, {"actor.max_tokens_per_micro_batch": budget})
+    now = config.with_settings({"actor.max_tokens_per_micro_batch": budget})
     changes = actor_overrides(now, longest or budget)
     levels = [f"({level}) {LEVEL_NAMES[level]}: {settings}" for level, settings in changes.items()]
     at_most = "in the optimizer's step" if longest is None else f"even with one sequence of {longest} tokens"

@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -105,6 +105,15 @@ class Settings(BaseModel):
             return values
         fields = cls.model_fields
         return {name: _convert(value, fields[name]) if name in fields else value for name, value in values.items()}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """Return it with settings, by dotted names, replaced. Values are not checked again."""
+        section = self
+        for key, value in settings.items():
+            name, _, below = key.partition(".")
+            inner = getattr(section, name).with_settings({below: value}) if below else value
+            section = section.model_copy(update={name: inner})
+        return section
 
 
 def _convert(value: Any, field: FieldInfo) -> Any:

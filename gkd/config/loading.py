@@ -159,7 +159,7 @@ def load(tree: Mapping[str, Any]) -> Config:
         raise ConfigError(_lower_first(str(error))) from None
     if config.actor.lr is not None:
         return config
-    return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rates(config).usual})})
+    return config.with_settings({"actor.lr": rates(config).usual})
 
 
 def _error(error: ValidationError) -> ConfigError:

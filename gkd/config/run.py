@@ -161,8 +161,7 @@ class Config(Settings):
         differ = self.model.dtype_on(device) != "float32" or lora.quantize is not None or lora.dropout > 0
         differ = differ or self.schedule.max_staleness > 0
         level = "token" if differ and algorithm.weighs_samples else None
-        decided = algorithm.importance_sampling.model_copy(update={"level": level})
-        return algorithm.model_copy(update={"importance_sampling": decided})
+        return algorithm.with_settings({"importance_sampling.level": level})
 
     @property
     def several_updates(self) -> str | None:

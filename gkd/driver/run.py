@@ -45,7 +45,7 @@ from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
 from gkd.planning.advice.advise import plan_sizes, require_memory, requires_offload, settings_with_offload
 from gkd.planning.advice.splits import faster_split
-from gkd.planning.layout import models_of, with_settings
+from gkd.planning.layout import models_of
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")
@@ -292,7 +292,7 @@ def _with_offload(config: Config, placement: Placement) -> Config:
             "each rollout engine's cache takes %d GiB, twice what it can fill (rollout.kv_cache_gb=null)", cache_gb
         )
     requested = config.schedule.max_staleness
-    config = with_settings(config, settings_with_offload(config, offload) | sizes)
+    config = config.with_settings(settings_with_offload(config, offload) | sizes)
     if config.schedule.max_staleness != requested:
         log.warning(
             "schedule.max_staleness=%d is 0 here: the GPUs that actor and engines share do not hold both, so nothing "
@@ -334,7 +334,7 @@ def _check_memory(config: Config, placement: Placement) -> tuple[bool, dict[str,
     nodes = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     require_memory(config, models, sizes or None, [n for n in nodes if n])
     offload = offload or requires_offload(config, models, sizes or None)
-    decided = with_settings(config, settings_with_offload(config, offload))
+    decided = config.with_settings(settings_with_offload(config, offload))
     return offload, plan_sizes(decided, models, sizes or None)
 
 

@@ -118,4 +118,4 @@ def with_transfer(config: Config, groups: Mapping[str, Group]) -> Config:
     name = config.weights.transfer
     way = choose_transfer(config.weights, config.rollout, groups["actor"].reports, groups["rollout"].reports)
     log.info("weights go from the actor to the engines by %s (weights.transfer=%s)", way, name)
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"transfer": way})})
+    return config.with_settings({"weights.transfer": way})

@@ -11,7 +11,7 @@ from gkd.cluster.gpu import VISIBLE, nvml_uuids, usable_devices
 from gkd.config import Config, Rollout
 from gkd.config.device import GB, installed_device
 from gkd.errors import ConfigError
-from gkd.planning.layout import Layout, Models, gpu_hardware, with_settings
+from gkd.planning.layout import Layout, Models, gpu_hardware
 from gkd.planning.memory.cache import find_width_obstacle
 from gkd.planning.memory.pools import GroupMemory, pool_memory
 from gkd.planning.shapes import ModelShape, read_shape
@@ -66,7 +66,7 @@ def _with_pool(config: Config, n: int, nnodes: int, tp: int) -> Config:
         pool["gpus"] = config.rollout.gpus[:n]
     if config.rollout.gpus_by_node is not None:
         pool["gpus_by_node"] = [own[:n] for own in config.rollout.gpus_by_node[:nnodes]]
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=pool)})
+    return config.with_settings({f"rollout.{name}": value for name, value in pool.items()})
 
 
 def _share(rollout: Rollout, gpus_of_nodes: Sequence[int]) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def memory_of_engine(config: Config, shape: ModelShape, width: int) -> GroupMemo
     ]
     update = {"n_gpus_per_node": width, "nnodes": 1, "tensor_parallel_size": width, "max_response_length": max(lengths)}
     pool = config.rollout.model_copy(update=update)
-    planned = with_settings(config, {"rollout": pool, "algorithm.loss.top_k": 1})  # there is no teacher
+    planned = config.with_settings({"rollout": pool, "algorithm.loss.top_k": 1})  # there is no teacher
     memory = pool_memory(Layout(planned, Models(shape, None, None), gpu_hardware(config.plan)), "rollout", pool)
     pushed = "weights being received"  # which no actor sends here
     return replace(memory, items={name: size for name, size in memory.items.items() if name != pushed})

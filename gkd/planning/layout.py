@@ -334,20 +334,11 @@ def _shape(path: str | None, size: str | None, setting: str) -> ModelShape:
     return shape_of_size(size)
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the configuration with dotted settings replaced. Values are not checked again."""
-    for key, value in settings.items():
-        section, _, below = key.partition(".")
-        inner = with_settings(getattr(config, section), {below: value}) if below else value
-        config = config.model_copy(update={section: inner})
-    return config
-
-
 def without_colocation(layout: Layout) -> Layout:
     """Return the layout with every group on GPUs of its own, and without ranges of GPUs."""
     config = layout.config
     settings = {f"{section}.{name}": None for section, _ in config.pools() for name in GPU_SETTINGS}
-    return replace(layout, config=with_settings(config, settings | placement_defaults(config)))
+    return replace(layout, config=config.with_settings(settings | placement_defaults(config)))
 
 
 def placement_defaults(config: Config) -> dict[str, Any]:

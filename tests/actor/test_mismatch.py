@@ -17,7 +17,6 @@ from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
 from gkd.config.compose import compose
 from gkd.losses.objective import GIVEN, SAMPLED
-from gkd.planning.layout import with_settings
 from gkd.types import TrainingSample, VersionSpan
 from tests.actor import models
 from tests.samples import training_sample
@@ -126,10 +125,8 @@ def test_metrics_of_sampled_and_of_given_tokens_are_means_over_these(
     """Whatever the share of the data's own answers: the others are not thinned out by them."""
     models.make("llama").save_pretrained(tmp_path)
     settings = ["algorithm.on_policy_share=0.5", "algorithm.supervised_weight=0.3", "algorithm.kl.coef=0.1"]
-    config = with_settings(
-        compose(["+recipe=on_policy_distill", *settings, "schedule.in_flight=true", "schedule.max_staleness=1"]),
-        {"schedule.max_staleness": max_staleness},
-    )
+    config = compose(["+recipe=on_policy_distill", *settings, "schedule.in_flight=true", "schedule.max_staleness=1"])
+    config = config.with_settings({"schedule.max_staleness": max_staleness})
     scored = [
         dataclasses.replace(one, reference=one.sample.sampled_logprobs - 0.25) for one in models.scored(4, models.VOCAB)
     ]

@@ -18,7 +18,6 @@ from gkd.algorithms.leave_one_out import LeaveOneOut
 from gkd.algorithms.training_samples import require_fresh, rewards_of, validation_rewards, with_advantages
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
-from gkd.planning.layout import with_settings
 from gkd.types import TrainingSample, VersionSpan
 from tests.samples import training_sample
 
@@ -208,13 +207,13 @@ def test_rewards_are_of_all_samples_and_advantages_of_those_that_are_learned_fro
     batch = [scored(0, 1.0), scored(1, 0.0)]
     left_out = [scored(i, 1.0 if i < 6 else "ValueError: no") for i in range(2, 8)]
     left_out = [replace(own, reward_s={"accuracy": 0.25 * own.key}) for own in left_out]
-    samples, metrics = with_advantages(with_settings(settings, {"reward.max_failed_share": 0.25}), batch, left_out)
+    samples, metrics = with_advantages(settings.with_settings({"reward.max_failed_share": 0.25}), batch, left_out)
     assert [sample.key for sample in samples] == [0, 1]
     assert metrics["reward/mean"] == pytest.approx(5 / 6) and metrics["reward/accuracy/failed"] == 0.25
     assert (metrics["reward/equal_groups"], metrics["reward/groups"]) == (0.75, 4.0)
     assert metrics["advantage/std"] == pytest.approx(abs(samples[0].advantage)) and metrics["timing_s/reward"] == 1.75
     with pytest.raises(RunFailed, match=r"\b2 of 8\b"):
-        with_advantages(with_settings(settings, {"reward.max_failed_share": 0.24}), batch, left_out)
+        with_advantages(settings.with_settings({"reward.max_failed_share": 0.24}), batch, left_out)
     assert "reward/groups" not in with_advantages(config(), batch)[1]
 
 

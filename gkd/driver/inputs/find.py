@@ -241,8 +241,7 @@ def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
             decided[group] = _scoring_engine(config, group, paths)
     for group, engine in decided.items():
         log.info("the %s scores with %s (%s.engine=auto)", group, engine, group)
-    updates = {group: getattr(config, group).model_copy(update={"engine": name}) for group, name in decided.items()}
-    return config.model_copy(update=updates)
+    return config.with_settings({f"{group}.engine": engine for group, engine in decided.items()})
 
 
 def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:

@@ -17,7 +17,7 @@ from gkd.config import Config, Engine, load
 from gkd.config.device import GB
 from gkd.errors import ConfigError
 from gkd.planning.advice.changes import LEVEL_NAMES, Change, Value, changes_for, memory_with, overrides, with_gpus
-from gkd.planning.layout import Layout, Models, cpu_hardware, gpu_hardware, has_room, with_settings, without_colocation
+from gkd.planning.layout import Layout, Models, cpu_hardware, gpu_hardware, has_room, without_colocation
 from gkd.planning.memory.colocation import (
     all_memory,
     groups_that_do_not_fit,
@@ -92,7 +92,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
     # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
     for begin, pick, order in itertools.product(_smaller_shares(layout), (0, -1), (groups, groups[::-1])):
         settings = dict(begin)
-        changed = replace(layout, config=with_settings(layout.config, settings))
+        changed = replace(layout, config=layout.config.with_settings(settings))
         for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
             if group not in groups_that_do_not_fit(changed):
                 continue
@@ -100,7 +100,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
                 advice_of[key] = list(advise(changed, group))
             if advice_of[key]:
                 settings |= advice_of[key][pick].settings
-                changed = replace(layout, config=with_settings(layout.config, settings))
+                changed = replace(layout, config=layout.config.with_settings(settings))
             elif i >= len(order):
                 break
         if settings and not groups_that_do_not_fit(changed):
@@ -121,7 +121,7 @@ def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
             smaller: dict[str, Value] = {
                 f"{name}.gpu_memory_utilization": round(share * part, 3) for name, share in engines.items()
             }
-            still = groups_that_do_not_fit(replace(layout, config=with_settings(layout.config, smaller)))
+            still = groups_that_do_not_fit(replace(layout, config=layout.config.with_settings(smaller)))
             if engines.keys().isdisjoint(still):
                 return [{}, smaller]
     return [{}]
@@ -216,7 +216,7 @@ def _find_cheapest(trials: _Trials, level: int) -> Advice | None:
         fitting: list[tuple[Advice, Config]] = []
         for settings in filter(trials.is_minimal, _sets_of_changes(trials, changes, n, level)):
             memory, whole = trials.memory_with(settings), with_gpus(layout, settings)
-            config = with_settings(layout.config, whole)
+            config = layout.config.with_settings(whole)
             slower = _step_seconds(replace(layout, config=config)) / seconds_now
             saves = bytes_now - _bytes_to_save(layout, memory)
             fitting.append((Advice(group, level, whole, saves, memory.margin, slower, memory.host), config))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel
-from gkd.planning.layout import Layout, engine_class, with_settings
+from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.cache import find_width_obstacle
 from gkd.planning.memory.colocation import memory_of
 from gkd.planning.memory.pools import GroupMemory, slots_of
@@ -204,7 +204,7 @@ def _offer_fewer_engines(config: Config, section: str, engine: Engine) -> tuple[
 
 def memory_with(layout: Layout, group: str, settings: Mapping[str, Value]) -> GroupMemory:
     """Return the memory of a group after changes."""
-    return memory_of(replace(layout, config=with_settings(layout.config, with_gpus(layout, settings))), group)
+    return memory_of(replace(layout, config=layout.config.with_settings(with_gpus(layout, settings))), group)
 
 
 def with_gpus(layout: Layout, settings: Mapping[str, Value]) -> dict[str, Value]:

@@ -15,7 +15,7 @@ from gkd.config.registry import shorten_name
 from gkd.planning.advice.advise import NOT_AHEAD, Advice, advise, advise_all, advise_by_memory, explain_no_advice
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
-from gkd.planning.layout import DEFAULT_GPU, Layout, with_settings
+from gkd.planning.layout import DEFAULT_GPU, Layout
 from gkd.planning.memory.colocation import all_memory, needs_offload, with_micro_batch
 from gkd.planning.memory.pools import GroupMemory
 from gkd.planning.shapes import ModelShape
@@ -121,7 +121,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
     """
     require_transfer(layout)
     if needs_offload(layout) and layout.config.schedule.max_staleness:
-        layout = replace(layout, config=with_settings(layout.config, NOT_AHEAD))
+        layout = replace(layout, config=layout.config.with_settings(NOT_AHEAD))
     requested, layout = layout, replace(layout, config=with_micro_batch(layout))
     memory = all_memory(layout)
     advice = {group.group: list(advise(layout, group.group)) for group in memory}

@@ -26,7 +26,6 @@ from gkd.planning.layout import (
     has_room,
     models_of,
     placement_defaults,
-    with_settings,
     without_colocation,
 )
 from gkd.planning.measured.factors import factors_of
@@ -110,7 +109,7 @@ def best_splits(
 
 
 def _with_pools(config: Config, mix: dict[str, PoolSize]) -> Config:
-    return with_settings(config, {section: size.pool for section, size in mix.items()})
+    return config.with_settings({section: size.pool for section, size in mix.items()})
 
 
 def _list_shapes(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tuple[int, int]]:
@@ -232,7 +231,7 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
             settings[f"{section}.nnodes"] = pool.nnodes
         if isinstance(pool, Engine) and pool.tensor_parallel_size != now.tensor_parallel_size:
             settings[f"{section}.tensor_parallel_size"] = pool.tensor_parallel_size
-    split = replace(base, config=with_settings(base.config, settings))
+    split = replace(base, config=base.config.with_settings(settings))
     step = simulate_layout(split, staleness, factors)
     stages = replace(factors.apply(stages_of(split)), generate=step.generate)
     return Split(settings, {GROUP_OF[section]: size.pool.n_workers for section, size in mix.items()}, stages, step)
@@ -254,7 +253,7 @@ def faster_split(config: Config, directory: Path, requested: Config) -> str:
         now = simulate_layout(layout, staleness, factors).seconds
         planned = {f"rollout.{name}": getattr(requested.rollout, name) for name in ("max_num_seqs", "kv_cache_gb")}
         planned["actor.max_tokens_per_micro_batch"] = requested.actor.max_tokens_per_micro_batch
-        replanned = replace(layout, config=with_settings(layout.config, planned))
+        replanned = replace(layout, config=layout.config.with_settings(planned))
         best = best_splits(replanned, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:
         return f"whether another split of the GPUs would be faster is not known: {error}"

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from gkd.config import Config, Engine
 from gkd.config.actor import MICRO_BATCH_TOKENS
-from gkd.planning.layout import Layout, with_settings
+from gkd.planning.layout import Layout
 from gkd.planning.memory.pools import GroupMemory, pool_memory
 
 Shared: TypeAlias = set[frozenset[str]]
@@ -67,7 +67,7 @@ def with_micro_batch(layout: Layout) -> Config:
     config = layout.config
     if config.actor.max_tokens_per_micro_batch is not None or layout.hardware.is_cpu:
         return config
-    larger = with_settings(config, {"actor.max_tokens_per_micro_batch": 2 * MICRO_BATCH_TOKENS})
+    larger = config.with_settings({"actor.max_tokens_per_micro_batch": 2 * MICRO_BATCH_TOKENS})
     then = replace(layout, config=larger)
     memory = memory_of(then, "actor")
     fits = memory.margin >= ROOM * memory.available and not groups_that_do_not_fit(then)

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
 from gkd.config.transfer import passes_worker
-from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class, with_settings
+from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.cache import kv_bytes
 from gkd.planning.memory.pools import concurrent_sequences
@@ -82,7 +82,7 @@ class Factors:
             measured["plan.response_length"] = self.response
             if self.spread is not None:
                 measured["plan.response_spread"] = self.spread
-        return with_settings(config, measured)
+        return config.with_settings(measured)
 
     def apply(self, stages: Stages) -> Stages:
         """Scale planned stages to the measured run."""

@@ -16,7 +16,7 @@ from gkd.config.checks import require_schedule
 from gkd.config.compose import compose, groups
 from gkd.errors import ConfigError
 from gkd.planning.advice.advise import requires_offload, settings_with_offload
-from gkd.planning.layout import models_of, with_settings
+from gkd.planning.layout import models_of
 
 DISTIL = "+recipe=on_policy_distill"
 FIVE_GROUPS = [
@@ -174,7 +174,7 @@ def test_where_they_take_turns_nothing_is_sampled_ahead() -> None:
     schedule = ["schedule.max_staleness=2", "schedule.in_flight=true"]
     config = share_gpus(compose([DISTIL, *schedule]), idle_nodes([1]))
     for offload, max_staleness in ((False, 2), (True, 0)):
-        decided = with_settings(config, settings_with_offload(config, offload))
+        decided = config.with_settings(settings_with_offload(config, offload))
         require_schedule(decided)
         assert (decided.cluster.offload, decided.schedule.max_staleness) == (offload, max_staleness)
         assert decided.schedule.in_flight is not offload

@@ -17,7 +17,6 @@ from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.loop.collect import Batches, requests_of, scoring_of
 from gkd.driver.loop.train import train
 from gkd.errors import ConfigError, RunFailed
-from gkd.planning.layout import with_settings
 from gkd.types import Prompt, SampleRequest, Scoring, TrainingSample
 from tests.samples import training_sample
 
@@ -192,7 +191,7 @@ def test_samples_are_written_before_rewards_that_fail_end_the_run(rounds: int, f
     log: Any = SimpleNamespace(
         stops_early=False, samples=SimpleNamespace(write=lambda step, samples: written.extend(samples))
     )
-    strict = with_settings(grpo(rounds), {"reward.max_failed_share": 0.01})
+    strict = grpo(rounds).with_settings({"reward.max_failed_share": 0.01})
     with pytest.raises(RunFailed, match="reward accuracy"):
         train(strict, parts, log, RunState())
     failed = [request.prompt.id for call in engines.calls for request in call if request.prompt.id in fails_on]

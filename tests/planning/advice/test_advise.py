@@ -25,7 +25,7 @@ from gkd.planning.advice.advise import (
 )
 from gkd.planning.advice.changes import Value, actor_changes, memory_with
 from gkd.planning.advice.report import plan, show
-from gkd.planning.layout import Layout, has_room, require_lengths, with_settings
+from gkd.planning.layout import Layout, has_room, require_lengths
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.memory.pools import GroupMemory
 from tests.error_text import contains_in_order
@@ -76,7 +76,7 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
     assert [one.level for one in advice] == sorted({one.level for one in advice})
     assert _memory(layout_of(*overrides, *advice[0].overrides().split()), group).fits
     for one in advice:
-        pasted = load(with_settings(s.config, one.settings).model_dump())
+        pasted = load(s.config.with_settings(one.settings).model_dump())
         assert _memory(replace(s, config=pasted), group).fits
         widths = [name for name in one.settings if name.endswith("tensor_parallel_size")]
         follows = ("n_gpus_per_node", "nnodes", "across_nodes")  # what a width asks for
@@ -84,7 +84,7 @@ def test_pasted_advice_fits_and_none_of_it_could_be_left_out(case: str) -> None:
             name.replace("tensor_parallel_size", other) for name in widths for other in follows
         }:
             fewer = {name: value for name, value in one.settings.items() if name != left_out}
-            assert not _memory(replace(s, config=with_settings(s.config, fewer)), group).fits
+            assert not _memory(replace(s, config=s.config.with_settings(fewer)), group).fits
 
 
 @pytest.mark.parametrize("mean", ["plan.response_length=250", "plan.prompt_length=1000"])
@@ -182,7 +182,7 @@ def test_advice_keeps_to_the_machines_a_placement_is_for(placement: str) -> None
     assert small.nodes is not None
     advice = list(advise(small, "actor"))
     assert advice
-    assert all(has_room(with_settings(small.config, one.settings), small.nodes) for one in advice)
+    assert all(has_room(small.config.with_settings(one.settings), small.nodes) for one in advice)
 
 
 def test_where_only_nodes_are_lacking_that_is_said() -> None:
@@ -254,7 +254,7 @@ def test_no_width_is_advised_that_vllm_refuses() -> None:
     for gpu, advised in (("rtx-4090", [{"rollout.tensor_parallel_size": 2}]), ("rtx-3060", [])):
         s = layout_with(own, "+recipe=grpo", "model.size=14b", f"plan.gpu_type={gpu}", "rollout.n_gpus_per_node=4")
         assert [dict(one.settings) for one in advise(s, "rollout")] == advised
-        config = with_settings(s.config, {"rollout.tensor_parallel_size": 4})
+        config = s.config.with_settings({"rollout.tensor_parallel_size": 4})
         with pytest.raises(
             ConfigError, match=r"^rollout: tensor_parallel_size=4 .*\b10\b.*plan\.check=false"
         ) as caught:

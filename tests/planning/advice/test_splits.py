@@ -19,7 +19,6 @@ from gkd.config.compose import compose
 from gkd.errors import ConfigError
 from gkd.planning.advice import splits as advice
 from gkd.planning.advice.splits import best_splits, faster_split
-from gkd.planning.layout import with_settings
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.simulation.steps import simulate_layout
 from tests.planning.layouts import DATA, layout_of
@@ -37,7 +36,7 @@ def test_no_split_of_eight_is_faster() -> None:
     for a, r, t in itertools.product(range(1, 7), repeat=3):
         if a + r + t <= 8:
             settings = {"trainer.n_gpus_per_node": a, "rollout.n_gpus_per_node": r, "teacher.n_gpus_per_node": t}
-            tried = replace(s, config=with_settings(s.config, settings))
+            tried = replace(s, config=s.config.with_settings(settings))
             if all(group.fits for group in all_memory(tried)):
                 every.append(simulate_layout(tried, 0).seconds)
     splits = best_splits(s, 8)

@@ -14,7 +14,7 @@ from gkd.cluster.workers.group import WorkerReport
 from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.planning.advice.report import plan
-from gkd.planning.layout import Layout, with_settings
+from gkd.planning.layout import Layout
 from gkd.planning.measured.driver import driver_times
 from gkd.planning.measured.factors import factors_of
 from gkd.planning.measured.timeline import RunTimeline
@@ -175,9 +175,9 @@ def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> N
     ran = replace(layout, config=factors.lengths(layout.config))
     assert sorted(run_of(ran, 0, factors).lengths(1)) == [10.0] * 32 + [100.0] * 32
     assert max(run_of(ran, 0, replace(factors, seen=())).lengths(1)) == pytest.approx(100, rel=0.2)
-    short = replace(ran, config=with_settings(ran.config, {"rollout.max_response_length": 60}))
+    short = replace(ran, config=ran.config.with_settings({"rollout.max_response_length": 60}))
     assert sorted(run_of(short, 0, factors).lengths(1)) == [10.0] * 32 + [60.0] * 32
-    shorter = replace(ran, config=with_settings(ran.config, {"rollout.max_response_length": 40}))
+    shorter = replace(ran, config=ran.config.with_settings({"rollout.max_response_length": 40}))
     assert sorted(run_of(shorter, 0, factors).lengths(1)) == [10.0] * 32 + [40.0] * 32
     assert (ran.workload.response, shorter.workload.response) == (55, 40)
     fixed_length = layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "plan.response_length=250")

@@ -12,7 +12,7 @@ import pytest
 
 from gkd.errors import ConfigError
 from gkd.planning.advice.advise import plan_sizes
-from gkd.planning.layout import cpu_hardware, engine_class, with_settings
+from gkd.planning.layout import cpu_hardware, engine_class
 from gkd.planning.memory.cache import cache_use, find_width_obstacle, kv_bytes
 from gkd.planning.memory.pools import (
     COLLECTIVES,
@@ -240,7 +240,7 @@ def test_what_an_engine_holds_of_new_weights() -> None:
     ):
         student = shape_of(QWEN3_30B) if size == "30b-a3b" else shape_of_size(size)
         update = {"tensor_parallel_size": tp, "n_gpus_per_node": tp}
-        config = with_settings(s.config, {"weights.bucket_mb": bucket_mb})
+        config = s.config.with_settings({"weights.bucket_mb": bucket_mb})
         layout = replace(s, config=config, models=replace(s.models, student=student))
         memory = pool_memory(layout, "rollout", config.rollout.model_copy(update=update))
         assert memory.items["weights being received"] == pytest.approx(expected)
