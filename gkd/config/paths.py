@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gkd.config.base import user_path
-
-Paths = str | list[str] | dict[str, str]
 
 
 def is_pattern(file: str) -> bool:
@@ -16,36 +14,33 @@ def is_pattern(file: str) -> bool:
     return "*" in file or "?" in file
 
 
-def path_settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Paths]]:
-    """Yield settings that name files or directories, by what their names end in, and that are given."""
+def map_paths(tree: Mapping[str, Any], make: Callable[[str, str], str], prefix: str = "") -> dict[str, Any]:
+    """Return settings in which each path is what ``make`` returns of its setting's name and itself.
+
+    Those are settings that name files or directories, by what their names end in, and that are given.
+    """
+    mapped: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name != "teacher.models":
-            yield from path_settings(value, f"{name}.")
-        elif _is_path(name, value):
-            yield name, value
+            mapped[key] = map_paths(value, make, f"{name}.")
+        elif not _is_path(name, value):
+            mapped[key] = value
+        elif isinstance(value, str):
+            mapped[key] = make(name, value)
+        elif isinstance(value, list):
+            mapped[key] = [make(name, path) for path in value]
+        else:
+            mapped[key] = {its: make(name, path) for its, path in value.items()}
+    return mapped
 
 
-def with_absolute_paths(tree: Mapping[str, Any], here: Path, prefix: str = "") -> dict[str, Any]:
+def with_absolute_paths(tree: Mapping[str, Any], here: Path) -> dict[str, Any]:
     """Return settings in which what exists below ``here`` is named by its absolute path, as from any directory.
 
     What does not exist stays as it is: a model or data set may be a name in Hugging Face's cache.
     """
-    absolute: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            every = name == "teacher.models"
-            absolute[key] = (
-                {its: find_absolute(path, here) for its, path in value.items()}
-                if every
-                else with_absolute_paths(value, here, f"{name}.")
-            )
-        elif isinstance(value, list) and _is_path(name, value):
-            absolute[key] = [find_absolute(path, here) for path in value]
-        else:
-            absolute[key] = find_absolute(value, here) if _is_path(name, value) else value
-    return absolute
+    return map_paths(tree, lambda _, path: find_absolute(path, here))
 
 
 def _is_path(name: str, value: Any) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gkd.cli.launch.package import is_packed
-from gkd.config import Config, user_path
+from gkd.config import Config, escape, user_path
 from gkd.config.loading import names_file
-from gkd.config.overrides import literal_override
-from gkd.config.paths import Paths, find_absolute, is_pattern, path_settings
+from gkd.config.overrides import flatten, literal_override, overrides_of
+from gkd.config.paths import find_absolute, is_pattern, map_paths
 from gkd.config.registry import file_of, shorten_name
 from gkd.data.hub import looks_like_a_name
 from gkd.data.reader import match_files
@@ -27,12 +28,10 @@ def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
     Raises ConfigError for data that is neither, and for settings that would take the job away from its cluster.
     """
     _require_cluster_is_left_alone(config)
-    overrides = [literal_override("trainer.output_dir", str(output))]
-    for name, value in path_settings(config.model_dump()):
-        if name == "trainer.output_dir" or name.startswith("evaluate."):  # the latter is no run's
-            continue
-        if (absolute := _make_all_absolute(name, value, here)) != value:
-            overrides.append(literal_override(name, absolute))
+    tree = config.model_dump(exclude={"evaluate": True, "trainer": {"output_dir"}})  # the former is no run's
+    before, after = flatten(tree), flatten(map_paths(tree, partial(_make_absolute, here)))
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    overrides = overrides_of(escape({"trainer.output_dir": output, **changed}))
     for name, value in _own_code(config.model_dump(), ""):
         entries = [_entry(name, entry, here) for entry in (value if isinstance(value, list) else [value])]
         overrides.append(literal_override(name, entries if isinstance(value, list) else entries[0]))
@@ -88,15 +87,7 @@ def _require_cluster_is_left_alone(config: Config) -> None:
         )
 
 
-def _make_all_absolute(name: str, value: Paths, here: Path) -> Paths:
-    if isinstance(value, str):
-        return _make_absolute(name, value, here)
-    if isinstance(value, list):
-        return [_make_absolute(name, item, here) for item in value]
-    return {key: _make_absolute(name, item, here) for key, item in value.items()}
-
-
-def _make_absolute(name: str, value: str, here: Path) -> str:
+def _make_absolute(here: Path, name: str, value: str) -> str:
     path = find_absolute(value, here)
     if path != value or Path(value).is_absolute():
         if is_pattern(value) and not Path(value).is_absolute() and not Path(path).exists():
