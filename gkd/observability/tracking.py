@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -120,22 +121,18 @@ class _Caller:
 
     def __init__(self, name: str) -> None:
         self.name, self.stuck = name, False
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"tracker {name}", daemon=True).start()
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
         """Return what ``function`` returns. Raises what it raises, and TakesTooLong where it takes longer."""
-        end: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls.put((function, end))
-        try:
-            result, error = end.get(timeout=timeout_s)
-        except queue.Empty:
+        future: Future[Any] = Future()
+        self._calls.put((function, future))
+        if not wait([future], timeout_s).done:
             self.stuck = True
             abandon(self.name)
-            raise TakesTooLong from None
-        if error is not None:
-            raise error
-        return result
+            raise TakesTooLong
+        return future.result()
 
     def end(self) -> None:
         """End the thread, after the calls that it has."""
@@ -143,13 +140,13 @@ class _Caller:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            function, end = call
+            function, future = call
             try:
-                end.put((function(), None))
+                future.set_result(function())
             except Exception as error:
-                end.put((None, error))
+                future.set_exception(error)
             except BaseException as error:  # such as SystemExit, which would end the run
-                end.put((None, RuntimeError(describe_raised(error))))
+                future.set_exception(RuntimeError(describe_raised(error)))
 
 
 def _close(name: str, tracker: Tracker, caller: _Caller, kind: type[BaseException] | None, *_: object) -> None:
