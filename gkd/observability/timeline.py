@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Self
 
-from gkd.cluster.workers.activity import ActivitySpan
+from gkd.cluster.workers.activity import ActivitySpan, find_gaps
 from gkd.config.base import SCORERS
 from gkd.durable import reason, replace
 from gkd.types import TrainingSample
@@ -250,21 +250,8 @@ def _find_idle(spans: Iterable[ActivitySpan], stages: StepStages) -> Iterable[tu
     """Yield stage, start and end of every time in which none of ``spans`` was."""
     busy = sorted((span.start, span.end) for span in spans)
     for stage, begin, until in stages.spans():
-        for start, end in _find_gaps(busy, begin, until):
+        for start, end in find_gaps(busy, begin, until):
             yield stage, start, end
-
-
-def _find_gaps(busy: Iterable[tuple[float, float]], begin: float, until: float) -> Iterable[tuple[float, float]]:
-    """Yield start and end of every time from ``begin`` to ``until`` in which nothing of ``busy``, in order, was."""
-    idle_since = begin
-    for start, end in busy:
-        if end <= idle_since or start >= until:
-            continue
-        if start > idle_since:
-            yield idle_since, start
-        idle_since = min(end, until)
-    if until > idle_since:
-        yield idle_since, until
 
 
 def _find_alone(
@@ -275,7 +262,7 @@ def _find_alone(
     return [
         span._replace(start=start, end=end)
         for span in drivers
-        for start, end in _find_gaps(busy, max(span.start, stages.start), min(span.end, stages.end))
+        for start, end in find_gaps(busy, max(span.start, stages.start), min(span.end, stages.end))
     ]
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -29,6 +29,19 @@ class ActivitySpan(NamedTuple):
     end: float
     version: int | None = None
     """Of the weights it was done with, where that is known."""
+
+
+def find_gaps(busy: Iterable[tuple[float, float]], begin: float, until: float) -> Iterator[tuple[float, float]]:
+    """Yield start and end of every time from ``begin`` to ``until`` in which nothing of ``busy``, in order, was."""
+    idle_since = begin
+    for start, end in busy:
+        if end <= idle_since or start >= until:
+            continue
+        if start > idle_since:
+            yield idle_since, start
+        idle_since = min(end, until)
+    if until > idle_since:
+        yield idle_since, until
 
 
 class Activity:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from statistics import fmean
 
+from gkd.cluster.workers.activity import find_gaps
 from gkd.config.base import SCORERS
 from gkd.planning.measured.busy import WORK
 from gkd.planning.measured.timeline import STAGES, RunTimeline, TimelineSpan
@@ -66,9 +67,4 @@ def _seconds_to_begin(sampling: Sequence[TimelineSpan], start: float, end: float
 
 def _idle_seconds(working: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
-    idle, since = 0.0, start
-    for span in working:
-        if span.end > since and span.start < end:
-            idle += max(0.0, span.start - since)
-            since = span.end
-    return idle + max(0.0, end - since)
+    return sum(b - a for a, b in find_gaps(((span.start, span.end) for span in working), start, end))
