@@ -35,7 +35,7 @@ from gkd.config.loading import (
     read_requested,
 )
 from gkd.config.open import OpenSections
-from gkd.config.overrides import flatten, keep_name, literal_override
+from gkd.config.overrides import VALUES, flatten, keep_name, literal_override
 from gkd.config.registry import forget_edited, make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
@@ -370,10 +370,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
     """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
-    if (
-        key.startswith(("teacher.models.", "data.chat_template_kwargs.", "models.", "watch.reward_kl."))
-        or plain_name(key) in known
-    ):
+    named_by_user = any(key.startswith(f"{section}.") for section in (*VALUES, "data.chat_template_kwargs"))
+    if named_by_user or plain_name(key) in known:
         return True
     in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
     return in_open_section and not any(key.startswith(f"{name}.") for name in known)

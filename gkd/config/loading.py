@@ -189,11 +189,7 @@ def _error(error: ValidationError) -> ConfigError:
 
 def _explain_null(key: str) -> str:
     """Return what null means as the value of a setting, in brackets, for who gave what means that elsewhere (0, -1)."""
-    from gkd.config.describe import describe_all  # which needs every section's class
-
-    name = plain_name(key)
-    meaning = next((setting.meaning for setting in describe_all() if setting.name == name), "")
-    null = re.search(r"\bnull: [^;()]+", meaning)
+    null = re.search(r"\bnull: [^;()]+", settings().get(plain_name(key), ""))
     return f" ({null[0].strip()})" if null else ""
 
 
