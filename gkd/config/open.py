@@ -168,6 +168,11 @@ class OpenSections(OpenSettings):
         kind = settings_class(self.registry.load(name))
         return None if kind is None else _validate(kind, self._select_values(shorten_name(name)))
 
+    def build_named(self, name: str, *arguments: Any) -> Any:
+        """Make one of the class ``name``, from its settings where it takes any, and then ``arguments``."""
+        settings = self.settings_of(name)
+        return self.registry.load(name)(*(() if settings is None else (settings,)), *arguments)
+
 
 def _validate(kind: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
     """Return settings by the names of their fields, whatever aliases these have. Raises ValidationError."""

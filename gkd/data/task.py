@@ -57,9 +57,8 @@ def task_of(config: Config) -> Task:
     name = config.data.task
     if name is None:
         raise ConfigError(f"no model is named: set model.path, or data.task to one of {', '.join(TASKS.names())}")
-    settings = config.data.settings_of(name)
     try:
-        task: Task = TASKS.load(name)(config) if settings is None else TASKS.load(name)(settings, config)
+        task: Task = config.data.build_named(name, config)
     except TypeError as error:
         raise ConfigError(f"data.task={name} cannot be made: {one_line(error)}") from None
     return task

@@ -113,10 +113,8 @@ def _name_of(strategy: str) -> str:
 
 def strategy_of(config: Config, name: str) -> Any:
     """Return the strategy ``name``: a function, or an object of a class with its settings."""
-    strategy, settings = STRATEGIES.load(name), config.evaluate.settings_of(name)
-    if not isinstance(strategy, type):
-        return strategy
-    return strategy() if settings is None else strategy(settings)
+    strategy = STRATEGIES.load(name)
+    return config.evaluate.build_named(name) if isinstance(strategy, type) else strategy
 
 
 def measurements(

@@ -90,10 +90,8 @@ class Trackers:
         return self
 
     def _start(self, name: str, caller: _Caller) -> Tracker:
-        kind, settings = TRACKERS.load(name), self.run.config.trainer.settings_of(name)
-        arguments = (self.run,) if settings is None else (settings, self.run)
         try:
-            tracker: Tracker = caller.call(lambda: kind(*arguments), FINISH_S)
+            tracker: Tracker = caller.call(partial(self.run.config.trainer.build_named, name, self.run), FINISH_S)
         except ConfigError:
             caller.end()
             raise

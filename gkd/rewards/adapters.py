@@ -44,10 +44,9 @@ def resolve(name: str, settings: Reward) -> RewardCallable:
     Raises ConfigError where there is none.
     """
     reward = REWARDS.load(name)
-    config = settings.settings_of(name)
     if isinstance(reward, type):
-        return adapt(reward() if config is None else reward(config), {})
-    return adapt(reward, {} if config is None else dict(config))
+        return adapt(settings.build_named(name), {})
+    return adapt(reward, dict(settings.settings_of(name) or {}))
 
 
 def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> RewardCallable:
