@@ -19,6 +19,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+_UNMARKED = "_gkd_unmarked"
+
 
 class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context for ``model.load_weights`` between the beginning and the end of a reload.
@@ -42,7 +44,12 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     parameter.weight_loader = self._mark(parameter.weight_loader)
 
     def _mark(self, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``loader``, which vLLM finds by its name among those it has wrapped."""
+        """Return ``loader``, which vLLM finds by its name among those it has wrapped.
+
+        vLLM keeps its tensors on the meta device, and so what was returned here, from one reload to the next: one
+        around the other they would be as deep as there were reloads.
+        """
+        loader = getattr(loader, _UNMARKED, loader)
 
         @wraps(loader)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -52,6 +59,7 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 self._in_loader = before
 
+        setattr(wrapper, _UNMARKED, loader)
         return wrapper
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

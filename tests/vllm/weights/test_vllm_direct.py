@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,3 +68,22 @@ def test_what_is_copied_arrives(order: str) -> None:
         if order != "the copy alone":
             assert torch.equal(layer.gate, factor * WEIGHTS["gate"])
         assert {name: p.data_ptr() for name, p in layer.named_parameters()} == places  # graphs hold on to them
+
+
+@torch.no_grad()
+def test_a_model_is_reloaded_any_number_of_times() -> None:
+    """Once a step, for as many as a run has; vLLM keeps the tensors with their loaders from one reload to the next."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from gkd.weights.vllm_direct import DirectCopies
+
+    model = nn.Sequential(Layer())
+    layerwise.record_metadata_for_reloading(model)
+    for factor in range(sys.getrecursionlimit()):
+        layerwise.initialize_layerwise_reload(model)
+        direct = DirectCopies(model)
+        with direct:
+            model[0].load_weights([(name, factor * weight) for name, weight in WEIGHTS.items()])
+        direct.process(whole=True)
+        layerwise.finalize_layerwise_reload(model, None)
+        assert torch.equal(model[0].gate, factor * WEIGHTS["gate"])
