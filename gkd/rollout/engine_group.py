@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from gkd.cluster.health.fleet import PRESENT, WORKING, Fleet, Health, HealthEvent
-from gkd.cluster.health.heartbeat import Heartbeat
-from gkd.cluster.health.restarts import RestartPolicy, Restarts, return_text
+from gkd.cluster.health.watched import RestartPolicy, WatchedGroup
 from gkd.cluster.session.port import listens
-from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
+from gkd.cluster.workers.failure import WorkerDied, explain
 from gkd.cluster.workers.group import Group, PendingCall
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
@@ -22,8 +20,6 @@ from gkd.scoring.watch import ExpectedReplica, ScorerWatch
 from gkd.types import GenerationNotice, SampleRequest, TrainingSample
 
 log = logging.getLogger("gkd")
-ENGINES = "rollout"
-"""The engines' group."""
 FETCH_TIMEOUT_S = 300.0
 POLL_EVERY_S = 1.0
 NODE_ANSWERS_S = 2.0
@@ -32,7 +28,7 @@ LATE_EVERY_S = 0.05  # where samples are on their way between nodes
 StreamItem = TrainingSample | GenerationNotice
 
 
-class EngineGroup:
+class EngineGroup(WatchedGroup):
     """The workers of ``group``, one an engine, each of which runs its engine from the start.
 
     One that died is started again by ``restart_policy``. One that does nothing for ``timeout_s`` while it has work
@@ -49,18 +45,14 @@ class EngineGroup:
         restart_policy: RestartPolicy | None,
         clients: Mapping[str, ScoringClient],
     ) -> None:
-        self.group, self.scorers = group, scorers
-        self._timeout_s, self._clients = timeout_s, clients
-        self._fleet: Fleet = scorers.fleet
-        self._fleet.add(ENGINES, len(group))
-        self._restarts = Restarts(self._fleet, ENGINES, restart_policy)
+        super().__init__("rollout", group, timeout_s, "rollout.engine_timeout_s", restart_policy)
+        self.scorers, self._clients = scorers, clients
         self._followers = {
             ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
         }
         self._streams: dict[int, SampleStream] = {}
-        for engine in self.working_engines:
+        for engine in self.fleet.working:
             self._serve(engine)
-        self.heartbeat = Heartbeat(group, timeout_s)
 
     def _serve(self, engine: int) -> None:
         """Have an engine's worker run it; what that raises comes out of the stream."""
@@ -70,35 +62,6 @@ class EngineGroup:
     def _stream(self, engine: int) -> None:
         self._streams[engine] = SampleStream(self.group.stream(engine, "stream_samples"))
 
-    @property
-    def working_engines(self) -> list[int]:
-        """The engines that sample."""
-        return self._fleet.members(ENGINES, *WORKING)
-
-    @property
-    def present_engines(self) -> list[int]:
-        """The engines whose process is there, those included that have yet to get weights."""
-        return self._fleet.members(ENGINES, *PRESENT)
-
-    @property
-    def absent_engines(self) -> list[int]:
-        """The engines whose process is gone, those included that are being started again."""
-        return self._fleet.members(ENGINES, Health.DEAD, Health.RESTARTING, Health.RETIRED)
-
-    @property
-    def suspect_engines(self) -> list[int]:
-        """The engines that have done nothing for half of the time after which they hang."""
-        return self._fleet.members(ENGINES, Health.SUSPECT)
-
-    @property
-    def stale_engines(self) -> list[int]:
-        """The engines that have come back and have yet to get weights."""
-        return self._fleet.members(ENGINES, Health.STALE)
-
-    def health(self, engine: int) -> Health:
-        """Return the state of an engine."""
-        return self._fleet.health(ENGINES, engine)
-
     def submit(self, engine: int, requests: Sequence[SampleRequest]) -> None:
         """Give an engine requests."""
         self.group.workers[engine].control.remote("submit", requests)
@@ -106,7 +69,7 @@ class EngineGroup:
     def poll(self) -> None:
         """Take in engines that are back, and have all of them wait for scorers that are being started."""
         self.take_in_restarted()
-        self._expect_scorers(self.scorers.poll(), self.present_engines)
+        self._expect_scorers(self.scorers.poll(), self.fleet.present)
 
     def collect(
         self, deadline: float, calls: Sequence[Any]
@@ -152,29 +115,10 @@ class EngineGroup:
         except RayError as error:
             raise self.group.explain(engine, error) from error
 
-    def find_hanging(self, at_work: Mapping[int, Collection[Any]]) -> dict[int, WorkerHung]:
-        """Return engines that have work, see ``at_work``, and do not do it; half of that time makes one suspect."""
-        busy = [engine for engine in self.working_engines if at_work[engine]]
-        hanging = self.heartbeat.find_hanging(busy)
-        silent = {engine for engine in busy if self.heartbeat.silent_s(engine) > self._timeout_s / 2}
-        for engine in silent.symmetric_difference(self.suspect_engines):
-            self._fleet.change(ENGINES, engine, HealthEvent.SILENT if engine in silent else HealthEvent.ANSWERED)
-        limit = f"{self._timeout_s:g} s (rollout.engine_timeout_s)"
-        return {i: WorkerHung(f"{self.group.reports[i]} has done nothing for {limit}") for i in hanging}
-
     def drop(self, engine: int) -> None:
         """Take no more samples of an engine that died."""
         self._warn_of_followers()
         del self._streams[engine]
-
-    def restart(self, engine: int, failure: WorkerDied) -> str:
-        """Begin to start an engine again that died, and is dropped; returns what becomes of it.
-
-        Raises ``failure`` when none is left or comes.
-        """
-        if isinstance(failure, WorkerHung):
-            self.group.end(engine)
-        return self._restarts.lose(engine, failure)
 
     def has_lost_node(self, engine: int) -> bool:
         """Return whether the node of an engine that died has left as well, with the samples that are stored there."""
@@ -185,20 +129,14 @@ class EngineGroup:
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
         return node is None or not listens(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", NODE_ANSWERS_S)
 
-    def take_in_restarted(self) -> None:
+    def take_in_restarted(self) -> dict[int, str]:
         """Take in the new workers of engines that died; they sample once they have the weights."""
-        for engine, worker in self._restarts.take().items():
-            old = self.group.reports[engine]
-            self.group = self.group.replace_worker(engine, worker)
-            self.heartbeat.replace(engine, self.group)
+        texts = super().take_in_restarted()
+        for engine, text in texts.items():
             self._serve(engine)
-            text = f"{return_text(worker.reports[0], old)}; it gets the weights"
-            log.info(text, extra={"kind": "restart"})
+            log.info("%s; it gets the weights", text, extra={"kind": "restart"})
             self._expect_scorers(self.scorers.absent_replicas(), [engine])
-
-    def readmit(self, engine: int) -> None:
-        """Count an engine among those that sample: it has the current weights, whole."""
-        self._fleet.change(ENGINES, engine, HealthEvent.READY)
+        return texts
 
     def _expect_scorers(self, expected: Iterable[ExpectedReplica], engines: Sequence[int]) -> None:
         """Have clients wait for scorers that are being started, and prefer others to those that are suspect."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gkd.cluster.health.fleet import Fleet
+from gkd.cluster.health.fleet import Health, HealthEvent
 from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
-from gkd.cluster.health.restarts import RestartPolicy
+from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.workers.colocation import SLACK_S, Colocation
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.cluster.workers.group import Group, PendingCall, fetch_samples, gather
@@ -52,9 +52,7 @@ class RolloutGroup:
     ) -> None:
         self.config, self.colocation, self._require = config, colocation or Colocation(), require
         limit = config.rollout.engine_timeout_s
-        self.engines = EngineGroup(
-            group, limit, scorers or ScorerWatch({}, Fleet()), followers, restart_policy, clients or {}
-        )
+        self.engines = EngineGroup(group, limit, scorers or ScorerWatch({}), followers, restart_policy, clients or {})
         self.queue_file: QueueFile | None = None
         """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None
@@ -64,7 +62,7 @@ class RolloutGroup:
         self._next_key = 0
         spill = None if config.has_group_rewards else config.rollout.n
         self._dispatcher = RequestDispatcher(
-            self.engines.working_engines, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
+            self.working_engines, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
         )
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._requests: dict[int, tuple[float, SampleRequest]] = {}  # all that is not collected, with its order, by key
@@ -77,12 +75,12 @@ class RolloutGroup:
     @property
     def working_engines(self) -> list[int]:
         """The engines that sample."""
-        return self.engines.working_engines
+        return self.engines.fleet.working
 
     @property
     def present_engines(self) -> list[int]:
         """The engines whose process is there, those included that have yet to get weights."""
-        return self.engines.present_engines
+        return self.engines.fleet.present
 
     def submit(self, requests: Sequence[SampleRequest], order: float = 0) -> list[int]:
         """Queue requests for :meth:`collect`; returns their keys. Those of a lower ``order`` go to engines first.
@@ -181,22 +179,21 @@ class RolloutGroup:
                     self._dispatcher.mark_generated(engine, sample.key)
                 elif self._dispatcher.finish(engine, sample.key):
                     self._done[sample.key] = sample
-        for engine, failure in self.engines.find_hanging(self._dispatcher.at_work).items():
+        busy = [engine for engine, requests in self._dispatcher.at_work.items() if requests]
+        for engine, failure in self.engines.find_hanging(busy).items():
             self.lose(engine, failure)
         if self.queue_file is not None:
             self.queue_file.write_if_due(self._queues)
 
     def _queues(self) -> Queues:
-        engines = range(len(self.group))
         loads = {engine: self._dispatcher.load(engine) for engine in self._dispatcher.at_work}
         scoring = {engine: len(held) - loads[engine] for engine, held in self._dispatcher.at_work.items()}
-        rows = [
-            EngineQueue(i, self.engines.health(i).name.lower(), loads.get(i, 0), scoring.get(i, 0)) for i in engines
-        ]
+        health = [self.engines.fleet.health(i).name.lower() for i in range(len(self.group))]
+        rows = [EngineQueue(i, its, loads.get(i, 0), scoring.get(i, 0)) for i, its in enumerate(health)]
         return Queues(time.time(), self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
 
     def _hand_out(self) -> None:
-        suspect = self.engines.suspect_engines
+        suspect = self.engines.fleet.members(Health.SUSPECT)
         without = suspect if len(suspect) < len(self.working_engines) else ()
         for engine, requests in self._dispatcher.hand_out(without).items():
             self.engines.submit(engine, requests)
@@ -215,7 +212,7 @@ class RolloutGroup:
         """Take an engine out that died, and begin to start it again. Raises ``failure`` when none is left or comes."""
         self.engines.drop(engine)
         self._dispatcher.remove(engine)
-        then = self.engines.restart(engine, failure)
+        then = self.engines.lose(engine, failure)
         self._sample_lost_again()
         n = len(self.working_engines)
         others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
@@ -226,7 +223,7 @@ class RolloutGroup:
 
         A node may leave any time after its engine, until this is back.
         """
-        for engine in self.engines.absent_engines:
+        for engine in self.engines.fleet.absent:
             lost = [key for key, sample in self._done.items() if sample.worker == engine]
             if lost and self.engines.has_lost_node(engine):
                 for key in lost:
@@ -236,14 +233,14 @@ class RolloutGroup:
 
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""
-        stale = self.engines.stale_engines
+        stale = self.engines.fleet.members(Health.STALE)
         if stale and self.refresh is not None:
             self.refresh(stale)
 
     def mark_updated(self, versions: Mapping[int, int]) -> None:
         """Note that these engines have weights of these ``versions``, the current ones, whole, and may sample."""
         for engine, version in versions.items():
-            self.engines.readmit(engine)
+            self.engines.fleet.change(engine, HealthEvent.READY)
             self._dispatcher.join(engine, version)
         self._hand_out()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gkd.cluster.health.fleet import Fleet
 from gkd.cluster.health.heartbeat import Heartbeat
 from gkd.scoring.watch import ExpectedReplica, ScorerModel, ScorerWatch
 
@@ -24,7 +23,7 @@ class Workers(tuple[str, ...]):
 def watch() -> ScorerWatch:
     serving: Any = SimpleNamespace(refs=("first", "second"))
     group: Any = Workers(("first", "second"))
-    return ScorerWatch({"teacher": ScorerModel(group, serving, ADDRESSES, 10.0, 60.0)}, Fleet())
+    return ScorerWatch({"teacher": ScorerModel(group, serving, ADDRESSES, 10.0, 60.0)})
 
 
 def test_clients_are_informed_who_is_suspect_and_who_no_more(

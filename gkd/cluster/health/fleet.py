@@ -58,33 +58,48 @@ NEXT: dict[tuple[Health, HealthEvent], Health] = {
 
 
 class Fleet:
-    """The engines and replicas of a run, by group and number, each :attr:`Health.HEALTHY` at first."""
+    """The engines of a run or the replicas of a model, by number, each :attr:`Health.HEALTHY` at first.
 
-    def __init__(self) -> None:
-        self._health: dict[tuple[str, int], Health] = {}
-        self._restarts: Counter[tuple[str, int]] = Counter()
+    ``name``: what they are called together, for messages.
+    """
 
-    def add(self, group: str, n: int) -> None:
-        """Take in members 0 to ``n`` - 1 of a group, which work."""
-        self._health |= dict.fromkeys(((group, member) for member in range(n)), Health.HEALTHY)
+    def __init__(self, name: str, n: int) -> None:
+        self.name = name
+        self._health = dict.fromkeys(range(n), Health.HEALTHY)
+        self._restarts: Counter[int] = Counter()
 
-    def change(self, group: str, member: int, change: HealthEvent) -> Health:
+    @property
+    def working(self) -> list[int]:
+        """The members that do their work."""
+        return self.members(*WORKING)
+
+    @property
+    def present(self) -> list[int]:
+        """The members whose process is there, those included that have yet to get what they work with."""
+        return self.members(*PRESENT)
+
+    @property
+    def absent(self) -> list[int]:
+        """The members whose process is gone, those included that are being started again."""
+        return self.members(*(health for health in Health if health not in PRESENT))
+
+    def change(self, member: int, change: HealthEvent) -> Health:
         """Return what a member is after ``change``. Raises ValueError for what cannot happen to it."""
-        before = self._health[group, member]
+        before = self._health[member]
         if (before, change) not in NEXT:
-            raise ValueError(f"{group} {member} is {before.name}, to which {change.name} cannot happen")
-        self._restarts[group, member] += change is HealthEvent.RESTARTED
-        self._health[group, member] = NEXT[before, change]
+            raise ValueError(f"{self.name} {member} is {before.name}, to which {change.name} cannot happen")
+        self._restarts[member] += change is HealthEvent.RESTARTED
+        self._health[member] = NEXT[before, change]
         return NEXT[before, change]
 
-    def health(self, group: str, member: int) -> Health:
+    def health(self, member: int) -> Health:
         """Return what a member is."""
-        return self._health[group, member]
+        return self._health[member]
 
-    def members(self, group: str, *which: Health) -> list[int]:
-        """Return the members of a group that are one of ``which``, in order."""
-        return [member for (its, member), health in self._health.items() if its == group and health in which]
+    def members(self, *which: Health) -> list[int]:
+        """Return the members that are one of ``which``, in order."""
+        return [member for member, health in self._health.items() if health in which]
 
-    def restarts(self, group: str, member: int) -> int:
+    def restarts(self, member: int) -> int:
         """Return how often a member was started again."""
-        return self._restarts[group, member]
+        return self._restarts[member]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.cluster.health.restarts import RestartPolicy
+from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.workers.engines import Engines
 from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, PendingCall, gather

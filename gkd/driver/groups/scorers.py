@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.health.fleet import Fleet
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.engines import Engines
@@ -119,7 +118,7 @@ class Scorers:
                 restart_policy.within_s,
                 restart_policy,
             )
-        return ScorerWatch(models, Fleet())
+        return ScorerWatch(models)
 
     def _start_again(self, placement: Placement, model: str, addresses: list[str], member: int) -> Group:
         """Start a replica again, at its address, where its clients look for it, unless its node has left.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gkd.cluster.health.fleet import Fleet
 from gkd.cluster.session import control_service
 from gkd.cluster.session.control_service import ControlService, finish_s
 from gkd.cluster.workers import group
@@ -97,7 +96,7 @@ def an_update() -> None:
 def a_replica() -> None:
     replicas = Group("teacher", (None,), (report("teacher", 0, 0),), Lost())  # type: ignore[arg-type]
     model = ScorerModel(replicas, replicas.as_pending("serving", ["ref"]), ["tcp://a:1"], 60.0, 60.0)
-    ScorerWatch({"teacher": model}, Fleet()).lose("ref")
+    ScorerWatch({"teacher": model}).lose("ref")
 
 
 @pytest.mark.parametrize("lose", [an_update, a_replica])

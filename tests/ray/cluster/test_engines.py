@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from gkd.cluster.health.restarts import return_text
+from gkd.cluster.health.watched import return_text
 from gkd.cluster.workers.engines import Engines
 from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import gather

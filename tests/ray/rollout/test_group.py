@@ -18,9 +18,9 @@ import psutil
 import pytest
 import ray
 
-from gkd.cluster.health.fleet import Fleet, Health
+from gkd.cluster.health.fleet import Health
 from gkd.cluster.health.heartbeat import Heartbeat
-from gkd.cluster.health.restarts import RestartPolicy
+from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.session import reaper
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.group import Group, WorkerReports, gather
@@ -132,7 +132,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
     sent: list[int] = []
 
     def send(stale: Sequence[int]) -> None:
-        assert {rollout.engines.health(engine) for engine in stale} == {Health.STALE}
+        assert {rollout.engines.fleet.health(engine) for engine in stale} == {Health.STALE}
         assert not any(engine in rollout._dispatcher.at_work for engine in stale)
         sent.extend(rollout.call_engines("progress", timeout_s=30, activity="loading", engines=stale))
         rollout.mark_updated(dict.fromkeys(stale, 0))
@@ -184,7 +184,7 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
         2, lambda member: built(engines, [member], "tests.ray.rollout.toy:ToyScorer"), threads
     )
     calls = group.submit("serve")
-    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, restart_policy)}, Fleet())
+    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, restart_policy)})
 
     def lose() -> list[ExpectedReplica]:
         """What clients are to wait for until it is back."""
