@@ -52,7 +52,7 @@ class RolloutGroup:
     ) -> None:
         self.config, self.colocation, self._require = config, colocation or Colocation(), require
         limit = config.rollout.engine_timeout_s
-        self.engines = EngineGroup(group, limit, scorers or ScorerWatch({}), followers, restart_policy, clients or {})
+        self.engines = EngineGroup(group, limit, scorers or ScorerWatch([]), followers, restart_policy, clients or {})
         self.queue_file: QueueFile | None = None
         """Where the engines' queues are shown; None: nowhere."""
         self.refresh: Callable[[Sequence[int]], None] | None = None

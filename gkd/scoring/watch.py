@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gkd.cluster.health.fleet import Health, HealthEvent
 from gkd.cluster.health.watched import RestartPolicy, WatchedGroup
-from gkd.cluster.workers.group import Group, PendingCall, gather
+from gkd.cluster.workers.group import Group, gather
 from gkd.errors import RunFailed
 
 log = logging.getLogger("gkd")
 REASON_TIMEOUT_S = 60.0
 """Time that Ray has to find out why a replica serves no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScorerModel:
-    """One model that scores: its replicas' workers, where these listen, and what is known of them.
-
-    ``addresses`` change where a replica is started on another node. ``request_timeout_s`` of its clients;
-    ``start_timeout_s`` a replica has to come back, by ``restart_policy``.
-    """
-
-    group: Group
-    serving: PendingCall
-    addresses: list[str]
-    request_timeout_s: float
-    start_timeout_s: float
-    restart_policy: RestartPolicy | None = None
 
 
 class ExpectedReplica(NamedTuple):
@@ -47,32 +30,44 @@ class ExpectedReplica(NamedTuple):
     suspect: bool = False
 
 
-class _Replicas(WatchedGroup):
-    """The replicas of one ``model``."""
+class ScorerReplicas(WatchedGroup):
+    """The workers of one ``model`` that scores, each of which serves from the start, at its one of ``addresses``.
 
-    def __init__(self, model: str, its: ScorerModel) -> None:
+    These change where a replica is started on another node. ``request_timeout_s`` is that of its clients.
+    """
+
+    def __init__(
+        self, model: str, group: Group, addresses: list[str], request_timeout_s: float, restart_policy: RestartPolicy
+    ) -> None:
         setting = f"{model.partition(':')[0]}.request_timeout_s"
-        super().__init__(model, its.group, its.request_timeout_s, setting, its.restart_policy)
-        self.of, self.names = its, tuple(its.addresses)
-        self.calls: dict[Any, int] = {ref: member for member, ref in enumerate(its.serving.refs)}
+        super().__init__(model, group, request_timeout_s, setting, restart_policy)
+        self.addresses, self.names = addresses, tuple(addresses)
+        self.request_timeout_s, self.start_timeout_s = request_timeout_s, restart_policy.within_s
+        self.calls: dict[Any, int] = {}
         """Calls that end only when one fails: which replica's."""
+        for member in self.fleet.working:
+            self.serve(member)
+
+    def serve(self, member: int) -> None:
+        """Have a replica answer."""
+        self.calls[self.group.select([member]).submit("serve", activity="serving").refs[0]] = member
 
     def expected(self, member: int, within_s: float) -> ExpectedReplica:
         """Return what clients are informed of a replica that may be away for ``within_s``."""
         suspect = self.fleet.health(member) is Health.SUSPECT
-        return ExpectedReplica(self.fleet.name, self.names[member], within_s, self.of.addresses[member], suspect)
+        return ExpectedReplica(self.fleet.name, self.names[member], within_s, self.addresses[member], suspect)
 
 
 class ScorerWatch:
-    """Watches the replicas of teachers, reference and reward model, ``models`` by name, and has them come back.
+    """Watches the replicas of teachers, reference and reward model, and has them come back.
 
     When one dies its clients try another one at once, and the new one at its address as soon as it is there; where no
     other is there they wait for it, and where none comes back the run fails. One hangs, and is ended, that has requests
     and finishes no step of its engine for the ``request_timeout_s`` of the clients.
     """
 
-    def __init__(self, models: Mapping[str, ScorerModel]) -> None:
-        self._models = [_Replicas(model, its) for model, its in models.items()]
+    def __init__(self, models: Sequence[ScorerReplicas]) -> None:
+        self._models = models
         self._expected: list[ExpectedReplica] = []
 
     @property
@@ -100,13 +95,13 @@ class ScorerWatch:
             failure = error
         self._lose(replicas, member, failure)
 
-    def _lose(self, replicas: _Replicas, member: int, failure: Exception) -> None:
+    def _lose(self, replicas: ScorerReplicas, member: int, failure: Exception) -> None:
         replicas.calls = {call: its for call, its in replicas.calls.items() if its != member}
         then = replicas.lose(member, failure)
         model, others = replicas.fleet.name, len(replicas.fleet.present)
         goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"
         log.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
-        self._expected.append(replicas.expected(member, replicas.of.start_timeout_s))
+        self._expected.append(replicas.expected(member, replicas.start_timeout_s))
 
     def poll(self) -> list[ExpectedReplica]:
         """Take back replicas that were started again, and end those that hang; to be called every second or so.
@@ -119,33 +114,30 @@ class ScorerWatch:
         expected, self._expected = self._expected, []
         return expected
 
-    def _take_in_restarted(self, replicas: _Replicas) -> None:
+    def _take_in_restarted(self, replicas: ScorerReplicas) -> None:
         """Have new replicas answer; clients shake hands with them by themselves."""
         for member, text in replicas.take_in_restarted().items():
-            serving = replicas.group.select([member]).submit("serve", activity="serving")
-            replicas.calls[serving.refs[0]] = member
+            replicas.serve(member)
             replicas.fleet.change(member, HealthEvent.READY)
-            if replicas.of.addresses[member] != replicas.names[member]:
-                self._expected.append(replicas.expected(member, replicas.of.request_timeout_s))
+            if replicas.addresses[member] != replicas.names[member]:
+                self._expected.append(replicas.expected(member, replicas.request_timeout_s))
             log.info(text, extra={"kind": "restart"})
 
-    def _end_hanging(self, replicas: _Replicas) -> None:
+    def _end_hanging(self, replicas: ScorerReplicas) -> None:
         fleet = replicas.fleet
         before = set(fleet.members(Health.SUSPECT))
         hanging = replicas.find_hanging(fleet.working)
         suspect = fleet.members(Health.SUSPECT)
         for member in before.symmetric_difference(suspect):
-            self._expected.append(
-                replicas.expected(member, replicas.of.request_timeout_s if member in suspect else 0.0)
-            )
+            self._expected.append(replicas.expected(member, replicas.request_timeout_s if member in suspect else 0.0))
         for member, failure in hanging.items():
             self._lose(replicas, member, failure)
 
     def absent_replicas(self) -> list[ExpectedReplica]:
         """Return the replicas that are being started now, have moved, or are suspect; for clients that begin."""
         return [
-            replicas.expected(member, replicas.of.start_timeout_s)
+            replicas.expected(member, replicas.start_timeout_s)
             for replicas in self._models
             for member, name in enumerate(replicas.names)
-            if replicas.fleet.health(member) is not Health.HEALTHY or name != replicas.of.addresses[member]
+            if replicas.fleet.health(member) is not Health.HEALTHY or name != replicas.addresses[member]
         ]

@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 
 from gkd.cluster.health.heartbeat import Heartbeat
-from gkd.scoring.watch import ExpectedReplica, ScorerModel, ScorerWatch
+from gkd.cluster.health.watched import RestartPolicy
+from gkd.cluster.workers.group import Group
+from gkd.scoring.watch import ExpectedReplica, ScorerReplicas, ScorerWatch
+from tests.cluster.layout.test_assignment import report
 
 ADDRESSES = ["tcp://a:1", "tcp://b:1"]
 
 
-class Workers(tuple[str, ...]):
-    """Two workers of a group that nobody calls."""
-
-    reports = ("teacher rank 0", "teacher rank 1")
-
-
 @pytest.fixture
 def watch() -> ScorerWatch:
-    serving: Any = SimpleNamespace(refs=("first", "second"))
-    group: Any = Workers(("first", "second"))
-    return ScorerWatch({"teacher": ScorerModel(group, serving, ADDRESSES, 10.0, 60.0)})
+    workers = tuple(SimpleNamespace(call=SimpleNamespace(remote=lambda method: method)) for _ in ADDRESSES)
+    group = Group("teacher", workers, (report("teacher", 0, 0), report("teacher", 1, 1)))
+    never: Any = None
+    return ScorerWatch([ScorerReplicas("teacher", group, ADDRESSES, 10.0, RestartPolicy(0, never, [], within_s=60.0))])
 
 
 def test_clients_are_informed_who_is_suspect_and_who_no_more(

@@ -21,7 +21,7 @@ from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.groups.engines import make_restart_policy
 from gkd.driver.inputs.find import Inputs
 from gkd.scoring.address import Key, external_addresses, external_key
-from gkd.scoring.watch import ScorerModel, ScorerWatch
+from gkd.scoring.watch import ScorerReplicas, ScorerWatch
 from gkd.scoring.worker import ScorerSpec
 
 WORKERS = {
@@ -105,19 +105,13 @@ class Scorers:
 
     def watch(self, placement: Placement, clients: Mapping[str, dict[str, Any]]) -> ScorerWatch:
         """Have the servers answer, and return what watches them. ``clients`` are their arguments, by model."""
-        models = {}
+        models = []
         for model, group in self._engines_by_model().items():
             name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
             start, in_turn = partial(self._start_again, placement, model, addresses), name in self.sleeping_groups()
             restart_policy = make_restart_policy(self.config, placement, self.engines[name], in_turn, start)
-            models[model] = ScorerModel(
-                group,
-                group.submit("serve", activity="serving"),
-                addresses,
-                _settings(self.config, name).request_timeout_s,
-                restart_policy.within_s,
-                restart_policy,
-            )
+            limit = _settings(self.config, name).request_timeout_s
+            models.append(ScorerReplicas(model, group, addresses, limit, restart_policy))
         return ScorerWatch(models)
 
     def _start_again(self, placement: Placement, model: str, addresses: list[str], member: int) -> Group:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.session import control_service
 from gkd.cluster.session.control_service import ControlService, finish_s
 from gkd.cluster.workers import group
 from gkd.cluster.workers.group import Group, PendingCall, gather, wait
 from gkd.errors import ControlLost, RunFailed, catch_errors
-from gkd.scoring.watch import ScorerModel, ScorerWatch
+from gkd.scoring.watch import ScorerReplicas, ScorerWatch
 from tests.cluster.layout.test_assignment import report
 from tests.ray.cluster.conftest import eventually
 
@@ -94,9 +97,10 @@ def an_update() -> None:
 
 
 def a_replica() -> None:
-    replicas = Group("teacher", (None,), (report("teacher", 0, 0),), Lost())  # type: ignore[arg-type]
-    model = ScorerModel(replicas, replicas.as_pending("serving", ["ref"]), ["tcp://a:1"], 60.0, 60.0)
-    ScorerWatch({"teacher": model}).lose("ref")
+    worker = SimpleNamespace(call=SimpleNamespace(remote=lambda method: "ref"))
+    replicas = Group("teacher", (worker,), (report("teacher", 0, 0),), Lost())  # type: ignore[arg-type]
+    never: Any = None
+    ScorerWatch([ScorerReplicas("teacher", replicas, ["tcp://a:1"], 60.0, RestartPolicy(0, never, []))]).lose("ref")
 
 
 @pytest.mark.parametrize("lose", [an_update, a_replica])

@@ -31,7 +31,7 @@ from gkd.errors import RunFailed
 from gkd.observability.metrics import memory_metrics
 from gkd.rollout.group import RolloutGroup
 from gkd.rollout.stream import SampleStream
-from gkd.scoring.watch import ExpectedReplica, ScorerModel, ScorerWatch
+from gkd.scoring.watch import ExpectedReplica, ScorerReplicas, ScorerWatch
 from gkd.types import Prompt, SampleRequest, Sampling, TrainingSample
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, eventually
@@ -181,10 +181,9 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
     threads: list[threading.Thread] = []
     group = built(engines, [0], "tests.ray.rollout.toy:ToyScorer")
     restart_policy = RestartPolicy(
-        2, lambda member: built(engines, [member], "tests.ray.rollout.toy:ToyScorer"), threads
+        2, lambda member: built(engines, [member], "tests.ray.rollout.toy:ToyScorer"), threads, within_s=60.0
     )
-    calls = group.submit("serve")
-    watch = ScorerWatch({"teacher": ScorerModel(group, calls, ["tcp://a:1"], 3.0, 60.0, restart_policy)})
+    watch = ScorerWatch([ScorerReplicas("teacher", group, ["tcp://a:1"], 3.0, restart_policy)])
 
     def lose() -> list[ExpectedReplica]:
         """What clients are to wait for until it is back."""
