@@ -29,25 +29,23 @@ class RequestDispatcher:
         """Of the weights that each engine has."""
         self._generated: dict[int, set[int]] = {engine: set() for engine in self.at_work}  # keys, while they are scored
         self._waiting: list[tuple[float, int, SampleRequest]] = []
-        self._orders: dict[int, float] = {}  # of every unfinished request, by key
         self._homes: dict[int, int] = {}  # engine by prompt, while samples of it are unfinished
         self._unfinished: Counter[int] = Counter()  # samples by prompt
 
     def __len__(self) -> int:
         """Return how many requests are unfinished."""
-        return len(self._orders)
+        return len(self._waiting) + sum(map(len, self.at_work.values()))
 
     @property
     def n_waiting(self) -> int:
         """Return how many requests no engine has yet."""
         return len(self._waiting)
 
-    def add(self, requests: Sequence[SampleRequest], order: float) -> None:
-        """Queue requests, whose keys are all different; those of a lower ``order`` go first."""
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue requests, whose keys are all different."""
         for request in requests:
-            self._orders[request.key] = order
             self._unfinished[request.prompt.id] += 1
-            heapq.heappush(self._waiting, (order, request.key, request))
+            heapq.heappush(self._waiting, (request.order, request.key, request))
 
     def hand_out(self, without: Collection[int] = ()) -> dict[int, list[SampleRequest]]:
         """Fill the free places of the engines, those ``without`` excepted; return what each is to be given now."""
@@ -103,14 +101,10 @@ class RequestDispatcher:
         """Note that ``engine`` has generated a request, which is scored now: its place is free."""
         if key in self.at_work.get(engine, ()) and key not in self._generated[engine]:
             self._generated[engine].add(key)
-            self._count_out(key)
-
-    def _count_out(self, key: int) -> None:
-        """Note that a request is not being sampled any more."""
-        order = self._orders[key]
-        self._sampled[order] -= 1
-        if not self._sampled[order]:
-            del self._sampled[order]
+            order = self.at_work[engine][key].order
+            self._sampled[order] -= 1
+            if not self._sampled[order]:
+                del self._sampled[order]
 
     def finish(self, engine: int, key: int) -> bool:
         """Note that ``engine`` has finished a request; False where it was not at work on it."""
@@ -119,7 +113,6 @@ class RequestDispatcher:
         if request is None:
             return False
         self._generated[engine].discard(key)
-        del self._orders[key]
         self._unfinished[request.prompt.id] -= 1
         if not self._unfinished[request.prompt.id]:
             del self._unfinished[request.prompt.id]
@@ -138,5 +131,5 @@ class RequestDispatcher:
             self.mark_generated(engine, key)  # as far as what may be sampled beside others is concerned
         self._generated.pop(engine, None)
         self.versions.pop(engine, None)
-        for key, request in self.at_work.pop(engine, {}).items():
-            heapq.heappush(self._waiting, (self._orders[key], key, request))
+        for request in self.at_work.pop(engine, {}).values():
+            heapq.heappush(self._waiting, (request.order, request.key, request))

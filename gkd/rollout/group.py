@@ -65,7 +65,7 @@ class RolloutGroup:
             self.working_engines, config.rollout.slots, spill, apart=config.schedule.max_staleness == 0
         )
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
-        self._requests: dict[int, tuple[float, SampleRequest]] = {}  # all that is not collected, with its order, by key
+        self._requests: dict[int, SampleRequest] = {}  # all that is not collected, by key
 
     @property
     def group(self) -> Group:
@@ -97,8 +97,8 @@ class RolloutGroup:
             replace(request, key=key, order=order, version=self.version)
             for key, request in zip(keys, requests, strict=True)
         ]
-        self._requests |= {request.key: (order, request) for request in keyed}
-        self._dispatcher.add(keyed, order)
+        self._requests |= {request.key: request for request in keyed}
+        self._dispatcher.add(keyed)
         self._hand_out()
         return keys
 
@@ -228,8 +228,7 @@ class RolloutGroup:
             if lost and self.engines.has_lost_node(engine):
                 for key in lost:
                     del self._done[key]
-                    order, request = self._requests[key]
-                    self._dispatcher.add([request], order)
+                    self._dispatcher.add([self._requests[key]])
 
     def _refresh(self) -> None:
         """Give engines that have come back the actor's weights, while it does not change them."""

@@ -14,9 +14,10 @@ from gkd.types import Prompt, SampleRequest, Sampling
 KINDS = ["finish", "finish", "finish", "generate", "generate", "die", "back"]
 
 
-def make_requests(n_prompts: int, n: int, first: int = 0) -> list[SampleRequest]:
+def make_requests(n_prompts: int, n: int, first: int = 0, order: float = 1) -> list[SampleRequest]:
+    prompts = [Prompt(first + p, np.array([p], np.int32), "") for p in range(n_prompts)]
     return [
-        SampleRequest(Prompt(first + p, np.array([p], np.int32), ""), i, 0, Sampling(4), key=first * n + p * n + i)
+        SampleRequest(prompts[p], i, 0, Sampling(4), key=first * n + p * n + i, order=order)
         for p in range(n_prompts)
         for i in range(n)
     ]
@@ -31,7 +32,7 @@ def test_every_request_is_done_once_whatever_ends_in_between(
 ) -> None:
     requests = make_requests(n_prompts, n)
     dispatcher = RequestDispatcher(range(engines), capacity, spill=n)
-    dispatcher.add(requests, order=1)
+    dispatcher.add(requests)
     done: list[int] = []
 
     def finish(which: int) -> None:
@@ -72,7 +73,7 @@ def test_groups_that_are_rated_together_are_on_one_engine_whatever_ends_in_betwe
     """A group is finished when all of it is on one engine, and not before; one of the engines may be suspect."""
     requests = make_requests(n_prompts, n)
     dispatcher = RequestDispatcher(range(engines), capacity, spill=None)
-    dispatcher.add(requests, order=1)
+    dispatcher.add(requests)
     done: list[int] = []
     for kind, which, suspect in [*events, *[("generate", 0, False), ("finish", 0, False)] * len(requests)]:
         working = sorted(dispatcher.at_work)
@@ -98,7 +99,7 @@ def test_groups_that_are_rated_together_are_on_one_engine_whatever_ends_in_betwe
 
 def test_a_prompts_samples_are_on_one_engine_and_loads_are_even() -> None:
     dispatcher = RequestDispatcher(range(3), capacity=100, spill=8)
-    dispatcher.add(make_requests(6, 8), order=1)
+    dispatcher.add(make_requests(6, 8))
     given_now = dispatcher.hand_out()
     assert {engine: len(its) for engine, its in given_now.items()} == {0: 16, 1: 16, 2: 16}
     assert [len({request.prompt.id for request in its}) for its in given_now.values()] == [2, 2, 2]
@@ -115,7 +116,7 @@ def test_the_choice_is_the_emptiest_engine_of_all() -> None:
                 dispatcher.at_work[engine][one.key] = one
             loads[engine] = len(dispatcher.at_work[engine])
         requests = make_requests(40 // n, n, first=1)
-        dispatcher.add(requests, order=0)
+        dispatcher.add(requests)
         expected: list[int] = []
         for request in requests:
             emptiest = loads.index(min(loads))
@@ -133,15 +134,14 @@ def test_the_choice_is_the_emptiest_engine_of_all() -> None:
 
 def test_a_prompt_goes_elsewhere_where_its_engine_is_full() -> None:
     dispatcher = RequestDispatcher(range(2), capacity=6, spill=8)
-    dispatcher.add(make_requests(1, 8), order=1)
+    dispatcher.add(make_requests(1, 8))
     assert {engine: len(its) for engine, its in dispatcher.hand_out().items()} == {0: 6, 1: 2}
 
 
 def test_earlier_orders_go_first_and_what_an_engine_lost_keeps_its_place() -> None:
     dispatcher = RequestDispatcher(range(2), capacity=1, spill=1)
-    late, early = make_requests(2, 1), make_requests(2, 1, first=10)
-    dispatcher.add(late, order=7)
-    dispatcher.add(early, order=3)
+    dispatcher.add(make_requests(2, 1, order=7))
+    dispatcher.add(make_requests(2, 1, first=10, order=3))
     assert {e: its[0].key for e, its in dispatcher.hand_out().items()} == {0: 10, 1: 11}
     dispatcher.remove(0)
     assert dispatcher.finish(1, 11)
@@ -158,9 +158,9 @@ def test_orders_that_are_apart_are_never_sampled_at_the_same_time_and_all_are_do
     dispatcher = RequestDispatcher(range(engines), capacity, spill=2, apart=True)
     orders: dict[int, float] = {}
     for order, first in ((2.5, 0), (2, 10), (3, 20)):
-        own = make_requests(3, 2, first)
+        own = make_requests(3, 2, first, order)
         orders |= {request.key: order for request in own}
-        dispatcher.add(own, order)
+        dispatcher.add(own)
     generated: set[int] = set()
     done: list[int] = []
 
@@ -205,8 +205,8 @@ def test_engines_get_weights_one_by_one_and_each_request_its_own_or_newer_ones(
     The next is requested once an engine has its weights, and may go before the first, as a validation does.
     """
     dispatcher = RequestDispatcher(range(n_engines), capacity, spill=2)
-    requests = make_requests(3, 2) + [replace(one, version=1) for one in make_requests(3, 2, first=3)]
-    dispatcher.add(requests[:6], order=1)
+    requests = make_requests(3, 2) + [replace(one, version=1) for one in make_requests(3, 2, first=3, order=order)]
+    dispatcher.add(requests[:6])
     done: list[int] = []
     was_requested = False
 
@@ -217,7 +217,7 @@ def test_engines_get_weights_one_by_one_and_each_request_its_own_or_newer_ones(
             assert was_requested or not dispatcher.n_waiting
             dispatcher.join(engine, 1)
         if not was_requested and (drained or all(dispatcher.versions.values())):
-            dispatcher.add(requests[6:], order)
+            dispatcher.add(requests[6:])
             was_requested = True
         for engine, chosen in dispatcher.hand_out().items():
             assert all(request.version <= dispatcher.versions[engine] for request in chosen)
@@ -247,8 +247,8 @@ def test_engines_get_weights_one_by_one_and_each_request_its_own_or_newer_ones(
 
 def test_an_engine_is_drained_whatever_the_others_have_left() -> None:
     dispatcher = RequestDispatcher(range(2), capacity=2, spill=1)
-    dispatcher.add(make_requests(2, 1), order=1)
-    dispatcher.add([replace(one, version=1) for one in make_requests(2, 1, first=2)], order=2)
+    dispatcher.add(make_requests(2, 1))
+    dispatcher.add([replace(one, version=1) for one in make_requests(2, 1, first=2, order=2)])
     assert {engine: [its.key for its in given] for engine, given in dispatcher.hand_out().items()} == {0: [0], 1: [1]}
     assert not dispatcher.is_drained(0)
     dispatcher.mark_generated(0, 0)
@@ -263,11 +263,11 @@ def test_an_engine_is_drained_whatever_the_others_have_left() -> None:
 def test_an_engine_does_not_wait_for_another_with_weights_that_go_first() -> None:
     """A validation of new weights goes before a later step's batch of the old ones, and the engine that had it died."""
     dispatcher = RequestDispatcher(range(2), capacity=2, spill=1)
-    dispatcher.add(make_requests(2, 1), order=3)
+    dispatcher.add(make_requests(2, 1, order=3))
     dispatcher.hand_out()
     dispatcher.mark_generated(0, 0)  # it is being scored
     dispatcher.join(0, 1)
-    dispatcher.add([replace(one, version=1) for one in make_requests(1, 1, first=2)], order=2.5)
+    dispatcher.add([replace(one, version=1) for one in make_requests(1, 1, first=2, order=2.5)])
     assert [request.key for request in dispatcher.hand_out()[0]] == [2]
     dispatcher.remove(0)
     dispatcher.mark_generated(1, 1)

@@ -109,7 +109,7 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
     held: list[Sample] = []
     monkeypatch.setattr(worker.sampler, "score", held.append)
     dispatcher, stream = RequestDispatcher([0], CAPACITY, 1), worker.stream_samples()
-    dispatcher.add(make_requests(N, 1), order=0)
+    dispatcher.add(make_requests(N, 1))
     while dispatcher.n_waiting:
         for requests in dispatcher.hand_out().values():
             worker.submit(requests)
