@@ -30,7 +30,7 @@ AT_ONCE_S = 1.0  # in which a server that is there answers a greeting
 MOST_TOKENS, MOST_IDS = 1 << 20, 1 << 20  # in an answer, where the client has no bound of its largest request
 
 
-class ScoringClient:
+class ScoringClient(Dispatcher):
     """Sends every request to the replica with the fewest, and to another one when it does not answer.
 
     - ``addresses``: each ``tcp://host:port``; :meth:`connect` does not wait for servers at ``absent`` ones, which are
@@ -66,19 +66,12 @@ class ScoringClient:
             raise ConfigError(f"no address of a {scorer} is known")
         for address in addresses:
             host_of(address)
-        self._tokenizer_hash, self._top_k, self._max_length = tokenizer_hash, top_k, max_length
-        self._vocabulary, self._timeout_s, self._scorer = vocabulary, request_timeout_s, scorer
+        self._tokenizer_hash, self._top_k = tokenizer_hash, top_k
+        self._max_length, self._vocabulary = max_length, vocabulary
         self._ids, self._absent = count(), frozenset(absent)
         retry_policy = RetryPolicy(request_timeout_s, max_attempts, heartbeat_s, scorer)
         largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
-        self._dispatcher = Dispatcher(
-            list(dict.fromkeys(addresses)), key, retry_policy, n_clients, largest, self._check
-        )
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many requests were "retried", answers came "late" and were dropped, and replicas were "lost"."""
-        return dict(self._dispatcher.counts)
+        super().__init__(list(dict.fromkeys(addresses)), key, retry_policy, n_clients, largest)
 
     def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
         """Wait until every replica that is there has answered a greeting; returns the welcome of each, by address.
@@ -86,30 +79,24 @@ class ScoringClient:
         A line states which it waits for, where they do not answer at once. Raises ConfigError when one does not fit the
         student, ScorerUnavailable when one has not answered within ``timeout_s`` (None: the time of one request).
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        scorer = self._retry_policy.scorer
+        timeout_s = self._retry_policy.request_timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
         welcomes: dict[str, Welcome] = {}
-        awaited = {name: future for name, future in self._dispatcher.welcomes.items() if name not in self._absent}
+        awaited = {name: future for name, future in self.welcomes.items() if name not in self._absent}
         if late := wait(awaited.values(), min(timeout_s, AT_ONCE_S), FIRST_EXCEPTION).not_done:
             places = ", ".join(name for name, future in awaited.items() if future in late)
-            log.info("waiting for the %s at %s", self._scorer, places)
+            log.info("waiting for the %s at %s", scorer, places)
         for address, future in awaited.items():
             try:
                 welcomes[address] = future.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
                 silent = ", ".join(name for name, future in awaited.items() if not future.done())
                 raise ScorerUnavailable(
-                    f"no answer from the {self._scorer} at {silent} within {timeout_s:g} s: it is not running, "
+                    f"no answer from the {scorer} at {silent} within {timeout_s:g} s: it is not running, "
                     "cannot be reached, has another key, or is no gkd serve-teacher"
                 ) from None
         return welcomes
-
-    def expect(self, name: str, within_s: float, address: str, suspect: bool = False) -> None:
-        """Have requests wait, where no replica is there, for the one that comes back ``within_s``, at ``address``.
-
-        ``name``: its address at first. ``suspect``: others are preferred to it, up to the next call.
-        """
-        self._dispatcher.expect(name, within_s, address, suspect)
 
     @overload
     def submit(self, request: ScoreRequest, order: tuple[float, int] = ...) -> Future[Target]: ...
@@ -131,24 +118,20 @@ class ScoringClient:
         if isinstance(request, ScoreRequest) and request.vocabulary is None and self._vocabulary is not None:
             request = replace(request, vocabulary=self._vocabulary)
         pending = PendingRequest(next(self._ids), request, Future(), time.monotonic(), order)
-        self._dispatcher.submit(pending)
+        self.hand_in(pending)
         return pending.future
-
-    def close(self) -> None:
-        """End the client's thread and its connections; requests under way fail with RunFailed."""
-        self._dispatcher.close()
 
     def _check(self, address: str, welcome: Welcome) -> None:
         """Raise ConfigError, naming both sides, when the model at ``address`` does not fit the student."""
-        section = self._scorer.partition(":")[0]
-        them = f"the {self._scorer} {welcome.model} at {address}"
+        scorer, section = self._retry_policy.scorer, self._retry_policy.section
+        them = f"the {scorer} {welcome.model} at {address}"
         if welcome.protocol != PROTOCOL:
             raise ConfigError(
                 f"{them} speaks protocol {welcome.protocol}, this side {PROTOCOL}: use one version of gkd"
             )
         if welcome.tokenizer_hash != self._tokenizer_hash:
             raise ConfigError(
-                f"the tokenizers of student and {self._scorer} differ: the student's has hash "
+                f"the tokenizers of student and {scorer} differ: the student's has hash "
                 f"{self._tokenizer_hash[:16]}, that of {them} {welcome.tokenizer_hash[:16]}"
             )
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)

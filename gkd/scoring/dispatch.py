@@ -6,7 +6,7 @@ import heapq
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +48,9 @@ class RetryPolicy:
 
 
 class Dispatcher:
-    """Owns the sockets. ``check`` raises ConfigError for a welcome that does not fit the student.
+    """Owns the sockets; base of :class:`gkd.scoring.client.ScoringClient`, which knows what fits the student.
 
-    Every future handed to :meth:`submit` ends: with an answer, or with ScorerRejected, ScorerUnavailable,
+    Every future handed to :meth:`hand_in` ends: with an answer, or with ScorerRejected, ScorerUnavailable,
     ConfigError (a replica does not fit) or RunFailed (the thread died, or the client was closed).
     """
 
@@ -61,9 +61,8 @@ class Dispatcher:
         retry_policy: RetryPolicy,
         n_clients: int,
         largest_reply: int,
-        check: Callable[[str, wire.Welcome], None],
     ) -> None:
-        self._retry_policy, self._check = retry_policy, check
+        self._retry_policy = retry_policy
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.replicas = [
             Replica(
@@ -73,6 +72,7 @@ class Dispatcher:
         ]
         self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
+        """How many requests were "retried", answers came "late" and were dropped, and replicas were "lost"."""
         self._inbox: deque[PendingRequest] = deque()
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[PendingRequest] = []  # a heap
@@ -82,7 +82,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="scoring-client", daemon=True)
         self._thread.start()
 
-    def submit(self, pending: PendingRequest) -> None:
+    def hand_in(self, pending: PendingRequest) -> None:
         """Take a request on; its future ends in any case. From any thread."""
         pending.future.set_running_or_notify_cancel()
         with self._lock:
@@ -93,9 +93,9 @@ class Dispatcher:
         pending.future.set_exception(self._end)
 
     def expect(self, name: str, within_s: float, address: str, suspect: bool = False) -> None:
-        """Wait for the replica ``name``, which may be away, at least ``within_s`` from now, at ``address``.
+        """Have requests wait, where no replica is there, for the one that comes back ``within_s``, at ``address``.
 
-        While it is ``suspect``, up to the next call, requests go to others that answer. From any thread.
+        ``name``: its address at first. ``suspect``: others are preferred to it, up to the next call. From any thread.
         """
         for replica in self.replicas:
             if replica.name == name:
@@ -104,12 +104,16 @@ class Dispatcher:
                 replica.suspect = suspect
 
     def close(self) -> None:
-        """End the thread; what is under way fails."""
+        """End the thread and its connections; requests under way fail with RunFailed."""
         self._closing.set()
         with self._lock:
             if self._end is None:
                 self._wakeup.set()
         self._thread.join(5)
+
+    def _check(self, address: str, welcome: wire.Welcome) -> None:
+        """Raise ConfigError when the model at ``address`` does not fit the student."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         end: Exception = RunFailed(f"the {self._retry_policy.scorer}'s client was closed")

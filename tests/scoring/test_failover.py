@@ -115,7 +115,7 @@ def test_requests_of_a_lower_order_are_sent_first(
 
     for order in orders:
         submit(order)
-    replica = client._dispatcher.replicas[0]
+    replica = client.replicas[0]
     assert eventually(lambda: len(replica.outstanding) == 2)
     orders += [(3.0, 7), (2.0, 9), (3.0, 2), (0.5, 8), (2.0, 4)]
     for order in orders[2:]:
@@ -141,7 +141,7 @@ def test_requests_follow_a_server_to_another_address(serve: Serve, connect: Conn
     futures.append(client.submit(a_score(1)))
     assert all_right(futures, 25.0)
     client.expect(name, 0.0, third)
-    assert eventually(lambda: client._dispatcher.replicas[0]._connected == third)
+    assert eventually(lambda: client.replicas[0]._connected == third)
     assert all_right([client.submit(a_score(0))], 25.0)
     assert [running.engine.worked_on for running in servers[1:]] == [2, 1]
 
@@ -153,7 +153,7 @@ def test_a_suspect_replica_gets_no_requests_and_others_do_what_it_has(serve: Ser
     client = connect(address, other.server.address, request_timeout_s=30.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(6)]
-    assert eventually(lambda: len(client._dispatcher.replicas[0].outstanding) > 0)
+    assert eventually(lambda: len(client.replicas[0].outstanding) > 0)
     client.expect(address, 30.0, address, suspect=True)
     futures += [client.submit(a_score(i)) for i in range(6, 12)]
     assert all_right(futures, 10.0)
@@ -172,7 +172,7 @@ def test_a_request_leaves_a_suspect_replica_once_and_without_an_attempt(serve: S
     client.expect(first, 30.0, first, suspect=True)
     client.expect(second, 30.0, second, suspect=True)
     future = client.submit(a_score())
-    assert eventually(lambda: any(replica.outstanding for replica in client._dispatcher.replicas))
+    assert eventually(lambda: any(replica.outstanding for replica in client.replicas))
     client.expect(second, 30.0, second)  # the less loaded of two is the first
     with pytest.raises(ScorerUnavailable, match=rf"2 attempts .*: {first} does nothing .*; {second} no answer .*; "):
         future.result(30)

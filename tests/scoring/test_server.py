@@ -362,7 +362,7 @@ def test_requests_at_one_time_go_together_and_so_do_their_answers(
     client = connect(serve(TableEngine(capacity=64, max_length=max_length)).server.address, max_length=max_length)
     client.connect(30)
     monkeypatch.setattr(wire, "unpack", counted)
-    monkeypatch.setattr(client._dispatcher, "_poll", lambda poll=client._dispatcher._poll: (time.sleep(0.1), poll()))
+    monkeypatch.setattr(client, "_poll", lambda poll=client._poll: (time.sleep(0.1), poll()))
     futures = [client.submit(a_score(i)) for i in range(64)]
     for i, future in enumerate(futures):
         assert_same(future.result(30), expected(a_score(i)))
