@@ -28,6 +28,7 @@ from gkd.config.rewards import REWARDS
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.rollout.receiving import WeightLoader
 from gkd.rollout.worker import RolloutWorker
+from gkd.scoring.server import ScoringServer
 from gkd.scoring.worker import ScoringWorker
 
 PACKAGE = Path(gkd.__file__).parent
@@ -277,7 +278,7 @@ def test_entries_are_named_by_their_registries_alone() -> None:
 Worker = tuple[type, dict[str, type]]
 ACTOR: Worker = (ActorWorker, {"trainer": RankTrainer, "state": RankState, "weights": WeightSource})
 ROLLOUT: Worker = (RolloutWorker, {"weights": WeightLoader, "pipeline": ScoringPipeline})
-SCORER: Worker = (ScoringWorker, {})
+SCORER: Worker = (ScoringWorker, {"server": ScoringServer})
 CALLED: dict[str, dict[str, tuple[Worker, ...]]] = {
     "actor/group.py": {"": (ACTOR,)},
     "actor/ranks.py": {"": (ACTOR,)},

@@ -89,13 +89,16 @@ class ScoringServer:
             self._jobs.clear()
             self._frontend.close(code, message)
 
-    def sleep(self) -> Future[None]:
-        """Have the engine, from another thread, leave its GPU to others once it is idle. Requests wait meanwhile."""
-        return self._run_when_idle(self._engine.sleep, True)
+    def sleep(self, timeout_s: float) -> None:
+        """Have the engine, from another thread, leave its GPU to others once it is idle. Requests wait meanwhile.
 
-    def wake(self) -> Future[None]:
-        """Have the engine, from another thread, be as before."""
-        return self._run_when_idle(self._engine.wake, False)
+        Raises RunFailed past the deadline.
+        """
+        self._run_when_idle(self._engine.sleep, True, "go to sleep", timeout_s)
+
+    def wake(self, timeout_s: float) -> None:
+        """Have the engine, from another thread, be as before. Raises RunFailed past the deadline."""
+        self._run_when_idle(self._engine.wake, False, "wake up", timeout_s)
 
     def _take(self) -> list[QueuedRequest]:
         """Take what is queued and fits; where the engine is idle, wait for it, and a moment for what comes with it."""
@@ -110,7 +113,7 @@ class ScoringServer:
             jobs = [*jobs, *more]
         return jobs
 
-    def _run_when_idle(self, act: Callable[[], None], asleep: bool) -> Future[None]:
+    def _run_when_idle(self, act: Callable[[], None], asleep: bool, activity: str, timeout_s: float) -> None:
         done: Future[None] = Future()
 
         def command() -> None:
@@ -122,10 +125,13 @@ class ScoringServer:
                 done.set_exception(error)
 
         if self._ended:
-            done.set_exception(RunFailed(f"the engine at {self.address} has ended"))
-        else:
-            self._commands.put(command)
-        return done
+            raise RunFailed(f"the engine at {self.address} has ended")
+        self._commands.put(command)
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            engine = f"the engine at {self.address}"
+            raise RunFailed(f"{engine} did not {activity} within {timeout_s:g} s (weights.timeout_s)") from None
 
     def close(self) -> None:
         """Stop answering and give back the address."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.scoring.address import Key
+from gkd.scoring.server import ScoringServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +40,25 @@ class ScorerSpec:
 
 
 class ScoringWorker:
-    """Built inside a Ray worker: has an engine and binds a port of ``bind_ip``.
+    """Built inside a Ray worker: has an engine, and a ``server`` of its own on a port of ``bind_ip``.
 
     The engine belongs to the thread that builds this object and calls :meth:`serve`; other methods may be called from
-    others. Raises ConfigError when there is no usable model, RunFailed when the engine does not start.
+    others. The driver calls methods of ``server`` by their names there, such as ``server.sleep``. Raises ConfigError
+    when there is no usable model, RunFailed when the engine does not start.
     """
 
-    def __init__(self, engine: InferenceEngine[Any, Any], spec: ScorerSpec) -> None:
-        from gkd.scoring.server import ScoringServer
-
-        self._engine = engine
-        self._server = ScoringServer(engine, spec.tokenizer_hash, spec.bind_ip, spec.port, spec.key)
+    def __init__(self, settings: Scorer | RewardModel, spec: ScorerSpec, span: NodeSpan | None = None) -> None:
+        # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
+        self._engine: InferenceEngine[Any, Any] = settings.engine_class(_engine_spec(settings, spec, span))
+        self.server = ScoringServer(self._engine, spec.tokenizer_hash, spec.bind_ip, spec.port, spec.key)
 
     def address(self) -> str:
         """Return ``tcp://host:port`` for clients."""
-        return self._server.address
+        return self.server.address
 
     def progress(self) -> tuple[int, int]:
         """Return steps of the engine so far, and requests that it works on."""
-        return self._server.progress()
-
-    def sleep(self, timeout_s: float) -> None:
-        """Have the engine leave its GPU to others once it is idle. Raises RunFailed past the deadline."""
-        self._wait(self._server.sleep(), "go to sleep", timeout_s)
-
-    def wake(self, timeout_s: float) -> None:
-        """Have it be as before. Raises RunFailed past the deadline."""
-        self._wait(self._server.wake(), "wake up", timeout_s)
-
-    def _wait(self, done: Future[None], activity: str, timeout_s: float) -> None:
-        try:
-            done.result(timeout_s)
-        except TimeoutError:
-            engine = f"the engine at {self._server.address}"
-            raise RunFailed(f"{engine} did not {activity} within {timeout_s:g} s (weights.timeout_s)") from None
+        return self.server.progress()
 
     def report(self) -> dict[str, Any]:
         """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""
@@ -85,7 +70,7 @@ class ScoringWorker:
         That is WorkerHung where a process of the engine's has died: then a new one may do better.
         """
         try:
-            self._server.serve(threading.Event())
+            self.server.serve(threading.Event())
         except RunFailed as failure:
             if self._engine.has_lost_process():
                 raise WorkerHung(f"a process of an engine has died: {failure}") from failure
@@ -94,31 +79,13 @@ class ScoringWorker:
             self._engine.close()
 
 
-class TokenScorerWorker(ScoringWorker):
-    """Scores tokens with the causal model in ``model_path``, a teacher or the reference."""
-
-    def __init__(self, settings: Scorer, spec: ScorerSpec, span: NodeSpan | None = None) -> None:
-        # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
-        super().__init__(settings.engine_class(_engine_spec(settings, spec, span)), spec)
-
-
-def token_scorer_follower(settings: Scorer, spec: ScorerSpec, span: NodeSpan) -> Any:
-    """Return the part on a further node of the engine that a TokenScorerWorker with these arguments leads."""
+def scoring_follower(settings: Scorer, spec: ScorerSpec, span: NodeSpan) -> Any:
+    """Return the part on a further node of the engine that a ScoringWorker with these arguments leads."""
     return settings.engine_class.follow(_engine_spec(settings, spec, span))
 
 
-def _engine_spec(settings: Scorer, spec: ScorerSpec, span: NodeSpan | None) -> EngineSpec:
+def _engine_spec(settings: Scorer | RewardModel, spec: ScorerSpec, span: NodeSpan | None) -> EngineSpec:
     path, setting = spec.model_path, model_setting(spec.name)
-    model = ModelInfo.read(path, setting, load_tokenizer(path, setting))
+    model = ModelInfo.read(path, setting, None if settings.rates else load_tokenizer(path, setting))
     model = replace(model, eos_ids=sorted({*model.eos_ids, *spec.eos_ids}))
     return EngineSpec(spec.name, path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
-
-
-class RewardModelWorker(ScoringWorker):
-    """Rates responses with the model in ``model_path``."""
-
-    def __init__(self, settings: RewardModel, spec: ScorerSpec) -> None:
-        path = spec.model_path
-        model = ModelInfo.read(path, model_setting(spec.name))
-        engine_spec = EngineSpec(spec.name, path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps)
-        super().__init__(settings.engine_class(engine_spec), spec)

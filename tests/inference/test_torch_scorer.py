@@ -23,7 +23,7 @@ from gkd.modeling.backbone import is_packed
 from gkd.modeling.linear import PackedLinear
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
-from gkd.scoring.worker import ScorerSpec, TokenScorerWorker
+from gkd.scoring.worker import ScorerSpec, ScoringWorker
 from gkd.types import Int32, Target
 from tests.actor.test_families import PADDED
 from tests.families import EOS, N_TOKENS, SHAPE, make
@@ -199,7 +199,7 @@ def test_errors_name_the_model_and_its_section(
         Limits(name, at, INFO.vocabulary, 4, 100, 1).check(a_request(4, 4, 5))
     setting = {"teacher:math": r"teacher\.models\.math"}.get(name, rf"{name}\.model\.path")
     with pytest.raises(ConfigError, match=rf"^{setting}={tmp_path}\b"):
-        TokenScorerWorker(settings(), ScorerSpec(name, "float32", str(tmp_path), "cpu", "hash", "127.0.0.1", KEY))
+        ScoringWorker(settings(), ScorerSpec(name, "float32", str(tmp_path), "cpu", "hash", "127.0.0.1", KEY))
 
 
 def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:

@@ -106,13 +106,13 @@ def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -
     client = connect(server.address, top_k=4, heartbeat_s=0.1)
     before = client.submit(a_score(1, 4))
     assert eventually(lambda: server.progress()[1] == 1)  # it is under way
-    server.sleep().result(30)
+    server.sleep(30)
     assert server.counts["answered"] == 1
     assert_same(before.result(30), expected(a_score(1, 4)))
     during = client.submit(a_score(2, 4))
     time.sleep(0.3)  # three heartbeats
     assert not during.done()
-    server.wake().result(30)
+    server.wake(30)
     assert_same(during.result(30), expected(a_score(2, 4)))
 
 

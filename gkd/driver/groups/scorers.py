@@ -24,11 +24,8 @@ from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.watch import ScorerReplicas, ScorerWatch
 from gkd.scoring.worker import ScorerSpec
 
-WORKERS = {
-    "teacher": "gkd.scoring.worker:TokenScorerWorker",
-    "reference": "gkd.scoring.worker:TokenScorerWorker",
-    "reward_model": "gkd.scoring.worker:RewardModelWorker",
-}
+GROUPS = ("teacher", "reference", "reward_model")
+WORKER, FOLLOWER = "gkd.scoring.worker:ScoringWorker", "gkd.scoring.worker:scoring_follower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Scorers:
         """Find the groups that score among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
         engines: dict[str, Engines] = {}
-        for name in WORKERS:
+        for name in GROUPS:
             if name in groups:
                 settings = _settings(config, name)
                 tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
@@ -68,12 +65,8 @@ class Scorers:
         return {name: partial(self._build, name, engines) for name, engines in self.engines.items()}
 
     def _build(self, name: str, engines: Engines) -> list[PendingCall]:
-        group = engines.leaders
-        args = [self._worker_arguments(name, engine, report) for engine, report in enumerate(group.reports)]
-        if self._rates(name):
-            return [group.submit_build(WORKERS[name], args, environment=self._environment(name))]
-        follower = "gkd.scoring.worker:token_scorer_follower"
-        return engines.submit_build(WORKERS[name], follower, args, self._environment(name))
+        args = [self._worker_arguments(name, engine, report) for engine, report in enumerate(engines.leaders.reports)]
+        return engines.submit_build(WORKER, FOLLOWER, args, self._environment(name))
 
     def _environment(self, name: str) -> dict[str, str]:
         models = [self.inputs.scorers[model] for model in self._models(name)]
@@ -125,10 +118,8 @@ class Scorers:
         worker = self.engines[name].start_again(placement, engine)
         report, limit = worker.reports[0], self.config.cluster.start_timeout_s
         moved = report.node_id != self.groups[name].reports[engine].node_id
-        arguments: tuple[Any, ...] = self._worker_arguments(name, engine, report, 0 if moved else port)
-        if not self._rates(name):
-            arguments = (*arguments, None)
-        building = worker.submit_build(WORKERS[name], [arguments], environment=self._environment(name))
+        arguments = self._worker_arguments(name, engine, report, 0 if moved else port)
+        building = worker.submit_build(WORKER, [arguments], environment=self._environment(name))
         gather([building], limit)
         if moved:
             (addresses[member],) = worker.control("address", timeout_s=limit)
@@ -141,11 +132,11 @@ class Scorers:
 
     def sleep(self) -> None:
         """Have the engines on the actor's GPUs free these."""
-        self._call_sleeping("sleep", "going to sleep")
+        self._call_sleeping("server.sleep", "going to sleep")
 
     def wake(self) -> None:
         """Have them be as before."""
-        self._call_sleeping("wake", "waking up")
+        self._call_sleeping("server.wake", "waking up")
 
     def _call_sleeping(self, method: str, activity: str) -> None:
         limit = self.config.weights.timeout_s

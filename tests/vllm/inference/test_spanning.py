@@ -15,7 +15,7 @@ from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.rollout.worker import RolloutWorker, rollout_follower
 from gkd.scoring.address import Key
-from gkd.scoring.worker import ScorerSpec, TokenScorerWorker, token_scorer_follower
+from gkd.scoring.worker import ScorerSpec, ScoringWorker, scoring_follower
 from tests.data.models import word_tokenizer
 from tests.vllm.inference.test_engines import EOS, N_TOKENS, SHAPE, make
 
@@ -31,8 +31,8 @@ def rollout_ends(path: str) -> Ends:
 
 def teacher_ends(path: str) -> Ends:
     return (
-        TokenScorerWorker,
-        token_scorer_follower,
+        ScoringWorker,
+        scoring_follower,
         (
             Teacher(**WIDE),
             ScorerSpec("teacher", "float32", path, "cpu", "hash", "127.0.0.1", Key.generate()),

@@ -21,7 +21,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     """As the Ray host uses it: built, and served on one thread. The engine is the session's."""
     from gkd.inference import vllm_scorer as scoring
     from gkd.inference.engine import EngineSpec
-    from gkd.scoring.worker import ScorerSpec, TokenScorerWorker
+    from gkd.scoring.worker import ScorerSpec, ScoringWorker
 
     closed: list[bool] = []
 
@@ -51,7 +51,7 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
     settings = Teacher(engine="vllm", max_model_len=VLLM_LENGTH)
     key = Key.generate()
     spec = ScorerSpec("teacher", "float32", str(model), "cpu", "hash", "127.0.0.1", key, eos_ids=(7,))
-    worker = TokenScorerWorker(settings, spec)
+    worker = ScoringWorker(settings, spec)
     failures: list[RunFailed] = []
 
     def serve_until_it_fails() -> None:
