@@ -33,7 +33,6 @@ def engine_arguments(
     *,
     max_model_len: int | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
-    prefix_caching: bool = True,
     seeded: bool = False,
     with_tokenizer: bool = False,
 ) -> dict[str, Any]:
@@ -56,7 +55,8 @@ def engine_arguments(
         "max_num_seqs": settings.slots,
         "max_logprobs": -1,
         "logprobs_mode": logprobs_mode,
-        "enable_prefix_caching": prefix_caching,
+        # States are cached at chunks' ends alone, and prompts that are sampled from are not chunked.
+        "enable_prefix_caching": not spec.model.stateful,
         "enforce_eager": settings.enforce_eager or on_cpu,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "seed": spec.seed,

@@ -199,7 +199,6 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         spec,
         max_model_len=spec.max_length,
         logprobs_mode="processed_logprobs",
-        prefix_caching=not spec.model.stateful,  # states are cached at chunks' ends alone, and prompts are not chunked
         seeded=True,
         with_tokenizer=bool(spec.stops),  # which finds the texts that end a response
     )

@@ -64,9 +64,7 @@ def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
     longest: int | None = spec.settings.max_model_len
     if spec.max_num_batched_tokens is None:
         spec = replace(spec, max_num_batched_tokens=batched_tokens(spec.model.vocabulary, spec.settings, spec.device))
-    arguments = engine_arguments(
-        spec, max_model_len=None if longest is None else longest + 1, prefix_caching=not spec.model.stateful
-    )
+    arguments = engine_arguments(spec, max_model_len=None if longest is None else longest + 1)
     name: str | None = spec.settings.quantization
     return arguments if name is None else {**arguments, "quantization": name}
 
