@@ -63,23 +63,12 @@ def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
     spec.require_positions()
     longest: int | None = spec.settings.max_model_len
     if spec.max_num_batched_tokens is None:
-        spec = replace(spec, max_num_batched_tokens=batched_tokens(spec.model.vocabulary, spec.settings, spec.device))
+        spec = replace(
+            spec, max_num_batched_tokens=VLLMScorer.batched_tokens(spec.model.vocabulary, spec.settings, spec.device)
+        )
     arguments = engine_arguments(spec, max_model_len=None if longest is None else longest + 1)
     name: str | None = spec.settings.quantization
     return arguments if name is None else {**arguments, "quantization": name}
-
-
-def batched_tokens(vocabulary: int, settings: Scorer, device: Device) -> int | None:
-    """Return the tokens of a step whose logits, or top K, fit beside what vLLM plans; None: vLLM's own number."""
-    if device == "cpu":
-        most = 4096
-        fitting = LOGIT_BYTES // (4 * vocabulary)
-    else:
-        most = 8192  # vLLM's own, twice that on a large card
-        fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, vocabulary) + 1))
-        if fitting >= 2 * most:
-            return None
-    return max(settings.max_num_seqs, 256, min(most, fitting))
 
 
 class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
@@ -95,12 +84,20 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
     @classmethod
     def batched_tokens(cls, vocabulary: int, settings: Scorer, device: Device) -> int | None:
-        """Return the tokens of a step; None: as many as vLLM chooses."""
-        return batched_tokens(vocabulary, settings, device)
+        """Return the tokens of a step whose logits, or top K, fit beside what vLLM plans; None: vLLM's own number."""
+        if device == "cpu":
+            most = 4096
+            fitting = LOGIT_BYTES // (4 * vocabulary)
+        else:
+            most = 8192  # vLLM's own, twice that on a large card
+            fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, vocabulary) + 1))
+            if fitting >= 2 * most:
+                return None
+        return max(settings.max_num_seqs, 256, min(most, fitting))
 
     @classmethod
     def top_k_bytes(cls, tokens: int, k: int) -> int:
-        """Return what the top ``k`` of a step take: of no more tokens than :func:`batched_tokens` allows."""
+        """Return what the top ``k`` of a step take: of no more tokens than :meth:`batched_tokens` allows."""
         a_token = 2 * ENTRY_BYTES * (k + 1)
         return min(tokens * a_token, max(ROW_BYTES, 256 * a_token))
 
