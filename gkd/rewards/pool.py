@@ -37,7 +37,7 @@ class RewardPool:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)  # before multiprocessing, which would wait for the processes
+        atexit.register(self.close)  # a process that computes looks for nobody's end
 
     def submit(self, completion: Completion) -> dict[str, Future[Timed]]:
         """Start evaluating every function of single samples; never blocks. Gives rewards and how long they took.

@@ -15,11 +15,14 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 from gkd.config import Reward
@@ -33,6 +36,15 @@ START_TIMEOUT_S = 300
 
 GRACE_S = 2.0
 """Time beyond ``reward.timeout_s`` after which a process whose async function blocks it is ended."""
+
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from multiprocessing.connection import Connection
+from gkd.rewards.process import serve
+serve(Connection(int(sys.argv[2])))
+"""
+"""What the process runs: the modules of this one are found there as well."""
 
 Timed: TypeAlias = tuple[float | None, float]
 """A reward, None of a function that does not apply to the sample, and how long it took, seconds."""
@@ -93,23 +105,24 @@ class RewardProcess:
     def close(self) -> None:
         """Give back what is left of a process that was ended."""
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         self._connection.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # this process may have threads and a GPU
-        self._connection, theirs = context.Pipe()
+        self._connection, theirs = multiprocessing.Pipe()
         # A process that is stopped reads nothing, and a long completion would be waited for here.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
         # It goes with the process, however that ends; where that ends with its parent, with ``temporary``.
         self._directory = tempfile.mkdtemp(prefix="gkd-rewards-", dir=self._temporary)
-        arguments = theirs, self._settings.model_dump(), self._directory
-        process = context.Process(target=_serve, args=arguments, name="reward")
-        process.start()
-        self._process = process  # from now on another thread may end it
+        # multiprocessing would have it run the main module first: a user's script from Python, once more.
+        arguments = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())]
+        # From now on another thread may end it.
+        self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()  # so that reading ends when the process does
+        with suppress(OSError):  # it has ended, which is found when it is to answer
+            self._connection.send((self._settings.model_dump(), self._directory))
         self._greeted = False
 
     def _restart(self) -> None:
@@ -120,7 +133,7 @@ class RewardProcess:
 
     def _is_ready(self) -> bool:
         """Return whether the process takes a completion now. Raises RewardError when it cannot import its functions."""
-        if not self._process.is_alive():
+        if self._process.poll() is not None:
             return False
         if self._greeted:
             return True
@@ -135,10 +148,8 @@ class RewardProcess:
 
     def _answer(self, timeout_s: float) -> list[Timed | str] | str | None:
         """Return what the process sends next, None for nothing in time. Raises EOFError or OSError when it ends."""
-        if not wait([self._connection, self._process.sentinel], min(timeout_s, LONGEST_S)):  # of many completions
+        if not self._connection.poll(min(timeout_s, LONGEST_S)):  # of many completions
             return None
-        if not self._connection.poll():  # it is the process that has ended
-            raise EOFError
         answer = json.loads(self._connection.recv_bytes())
         if isinstance(answer, str):
             return answer
@@ -146,21 +157,24 @@ class RewardProcess:
 
     def _end(self) -> str:
         """Return how the process ended."""
-        self._process.join(1.0)
-        code = self._process.exitcode
-        if code is None:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
             return "stopped answering"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _serve(connection: Connection, settings: dict[str, object], directory: str) -> None:
-    """Evaluate what comes until the other side is gone; its temporary files are in ``directory``, which goes then."""
+def serve(connection: Connection) -> None:
+    """Evaluate what comes until the other side is gone.
+
+    First come the settings, and the directory of its temporary files, which goes then.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process itself
-    tempfile.tempdir = directory
+    settings, tempfile.tempdir = connection.recv()
     try:
         _evaluate_all(connection, settings)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
 
 
 def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,24 @@ def test_samples_that_are_rated_together_may_have_more_time_than_one_call_can_wa
         assert reward == 2.0
     finally:
         process.close()
+
+
+def test_a_script_that_rates_answers_runs_once(tmp_path: Path) -> None:
+    """A user's from Python, which need not keep what it does from whoever imports it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from gkd.config import Reward\n"
+        "from gkd.rewards.pool import RewardPool\n"
+        "from tests.rewards.test_rewards import make_completion\n"
+        "print('begins', flush=True)\n"
+        f"pool = RewardPool(Reward(functions=['{MODULE}:words']))\n"
+        f"print(pool.submit(make_completion('a b'))['{MODULE}:words'].result()[0])\n"
+        "pool.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.split() == ["begins", "2.0"]
 
 
 def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
