@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from gkd.errors import ConfigError, describe_error, end_with_parent
 
@@ -27,7 +28,7 @@ _NOTES = "GKD_VLLM_ERRORS"  # in the environment: the file to note errors in
 
 
 def register() -> None:
-    """Make the backends known to vLLM, once a process, and the GPUs of slices (MIG).
+    """Make the backends known to vLLM, once a process, and which GPU an entry of CUDA_VISIBLE_DEVICES names.
 
     A process that an engine of this project starts ends with the one that started it, and notes its errors for that.
     """
@@ -51,7 +52,8 @@ def register() -> None:
 def find_gpu(entry: str) -> int:
     """Return NVML's index of the GPU that an entry of CUDA_VISIBLE_DEVICES names, or is a slice (MIG) of.
 
-    vLLM asks NVML for the index of the device, which of a slice is its place among those of its GPU.
+    vLLM asks NVML for the index of the device, which of a slice is its place among those of its GPU, and by the entry
+    as it is, where CUDA takes the beginning of a UUID as well.
     """
     from vllm.third_party import pynvml
 
@@ -59,12 +61,25 @@ def find_gpu(entry: str) -> int:
         return int(entry)
     pynvml.nvmlInit()
     try:
-        device = pynvml.nvmlDeviceGetHandleByUUID(entry.strip())
+        device = pynvml.nvmlDeviceGetHandleByUUID(_complete(entry.strip(), pynvml))
         if entry.strip().startswith("MIG-"):
             device = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
         return int(pynvml.nvmlDeviceGetIndex(device))
     finally:
         pynvml.nvmlShutdown()
+
+
+def _complete(entry: str, library: Any) -> str:
+    """Return the UUID of the one GPU whose UUID begins with ``entry``; where there is no such one, ``entry``.
+
+    ``library`` is NVML, open.
+    """
+    uuids: list[str] = []
+    for index in range(library.nvmlDeviceGetCount()):
+        with contextlib.suppress(library.NVMLError_NoPermission):  # another job's
+            uuids.append(library.nvmlDeviceGetUUID(library.nvmlDeviceGetHandleByIndex(index)))
+    matches = [uuid for uuid in uuids if uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else entry
 
 
 def require_installed() -> None:
