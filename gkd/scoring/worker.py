@@ -24,7 +24,7 @@ class ScorerSpec:
     """The model that scores, how it runs, and where its server listens: ``port`` 0 is a free one.
 
     ``name``: which of the models that score, as in :class:`gkd.inference.engine.EngineSpec`.
-    ``sleeps``: it is to give its memory back.
+    ``sleeps``: it is to give its memory back. ``cache_bytes`` as there.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ScorerSpec:
     sleeps: bool = False
     eos_ids: tuple[int, ...] = ()
     port: int = 0
+    cache_bytes: int | None = None
 
 
 class ScoringWorker:
@@ -50,11 +51,16 @@ class ScoringWorker:
     def __init__(self, settings: Scorer | RewardModel, spec: ScorerSpec, span: NodeSpan | None = None) -> None:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         self._engine: InferenceEngine[Any, Any] = settings.engine_class(_engine_spec(settings, spec, span))
+        self._cache_bytes: int | None = self._engine.cache_bytes()
         self.server = ScoringServer(self._engine, spec.tokenizer_hash, spec.bind_ip, spec.port, spec.key)
 
     def address(self) -> str:
         """Return ``tcp://host:port`` for clients."""
         return self.server.address
+
+    def cache_bytes(self) -> int | None:
+        """Return the size that the engine measured for its cache when it started, see :class:`InferenceEngine`."""
+        return self._cache_bytes
 
     def progress(self) -> tuple[int, int]:
         """Return steps of the engine so far, and requests that it works on."""
@@ -88,4 +94,14 @@ def _engine_spec(settings: Scorer | RewardModel, spec: ScorerSpec, span: NodeSpa
     path, setting = spec.model_path, model_setting(spec.name)
     model = ModelInfo.read(path, setting, None if settings.rates else load_tokenizer(path, setting))
     model = replace(model, eos_ids=sorted({*model.eos_ids, *spec.eos_ids}))
-    return EngineSpec(spec.name, path, model, settings, spec.device, spec.dtype, sleeps=spec.sleeps, span=span)
+    return EngineSpec(
+        spec.name,
+        path,
+        model,
+        settings,
+        spec.device,
+        spec.dtype,
+        sleeps=spec.sleeps,
+        span=span,
+        cache_bytes=spec.cache_bytes,
+    )

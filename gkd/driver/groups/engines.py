@@ -17,6 +17,9 @@ from gkd.inference.engine import EngineSpec
 from gkd.scoring.watch import ScorerWatch
 
 WORKER, FOLLOWER = "gkd.rollout.worker:RolloutWorker", "gkd.rollout.worker:rollout_follower"
+StartWorker = Callable[[int], tuple[Group, int | None]]
+"""Starts a new worker in place of an engine's, by the engine's number. Returns it, not built yet, and the bytes that
+the engine's cache is to have on each GPU; None: what the engine measures, if it has a cache."""
 
 
 def make_restart_policy(
@@ -35,6 +38,22 @@ def make_restart_policy(
     return RestartPolicy(cluster.worker_restarts, start, placement.session.threads, obstacle, within_s)
 
 
+def prepare_restarts(config: Config, placement: Placement, engines: Engines) -> StartWorker:
+    """Return what starts workers of ``engines`` again; to be called after the build.
+
+    On its GPU an engine's cache has the size of before: what is free there, while others use it, is no measure.
+    """
+    limit = config.cluster.start_timeout_s
+    caches = engines.leaders.control("cache_bytes", timeout_s=limit, activity="reporting how large caches are")
+
+    def start(engine: int) -> tuple[Group, int | None]:
+        worker = engines.start_again(placement, engine)
+        is_same_gpu = worker.reports[0].gpu_uuids == engines.leaders.reports[engine].gpu_uuids
+        return worker, caches[engine] if is_same_gpu else None
+
+    return start
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutEngines:
     """The engines that sample, on the workers of ``placement``."""
@@ -50,18 +69,14 @@ class RolloutEngines:
         return self.engines.submit_build(WORKER, FOLLOWER, arguments, self._environment)
 
     def make_restart_policy(self, clients: Mapping[str, dict[str, Any]], scorers: ScorerWatch) -> RestartPolicy:
-        """Return how one that died is started again, and reaches the scorers that are there. After the build.
-
-        On its GPU its cache has the size of before: what is free there, while others use it, is no measure.
-        """
+        """Return how one that died is started again, and reaches the scorers that are there. After the build."""
         limit = self.config.cluster.start_timeout_s
-        caches = self.engines.leaders.control("cache_bytes", timeout_s=limit, activity="reporting how large caches are")
+        start_worker = prepare_restarts(self.config, self.placement, self.engines)
 
         def start(engine: int) -> Group:
-            worker = self.engines.start_again(self.placement, engine)
+            worker, cache_bytes = start_worker(engine)
             config, spec = self._arguments(engine)
-            if worker.reports[0].gpu_uuids == self.engines.leaders.reports[engine].gpu_uuids:
-                spec = replace(spec, cache_bytes=caches[engine])
+            spec = replace(spec, cache_bytes=cache_bytes)
             gather([worker.submit_build(WORKER, [(config, spec, None)], environment=self._environment)], limit)
             absent = [expected.name for expected in scorers.absent_replicas()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
-from gkd.driver.groups.engines import make_restart_policy
+from gkd.driver.groups.engines import StartWorker, make_restart_policy, prepare_restarts
 from gkd.driver.inputs.find import Inputs
 from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.watch import ScorerReplicas, ScorerWatch
@@ -72,10 +72,8 @@ class Scorers:
         models = [self.inputs.scorers[model] for model in self._models(name)]
         return environment(self.groups[name].reports[0].device, models, self.config.cluster.cpu_threads)
 
-    def _worker_arguments(
-        self, name: str, engine: int, report: Report, port: int = 0
-    ) -> tuple[Scorer | RewardModel, ScorerSpec]:
-        """Return what the worker of one engine, of which ``report`` is, is built with; it listens on ``port``."""
+    def _worker_arguments(self, name: str, engine: int, report: Report) -> tuple[Scorer | RewardModel, ScorerSpec]:
+        """Return what the worker of one engine, of which ``report`` is, is built with."""
         settings, models = _settings(self.config, name), self._models(name)
         if isinstance(settings, Scorer):
             # A server of this run's own takes exactly the sequences and the K that this run has; less memory is set
@@ -93,21 +91,21 @@ class Scorers:
             self.key,
             name in self.sleeping_groups(),
             () if self._rates(name) else tuple(self.inputs.model.eos_ids),
-            port,
         )
 
     def watch(self, placement: Placement, clients: Mapping[str, dict[str, Any]]) -> ScorerWatch:
         """Have the servers answer, and return what watches them. ``clients`` are their arguments, by model."""
         models = []
+        starts = {name: prepare_restarts(self.config, placement, its) for name, its in self.engines.items()}
         for model, group in self._engines_by_model().items():
             name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
-            start, in_turn = partial(self._start_again, placement, model, addresses), name in self.sleeping_groups()
+            start, in_turn = partial(self._start_again, starts[name], model, addresses), name in self.sleeping_groups()
             restart_policy = make_restart_policy(self.config, placement, self.engines[name], in_turn, start)
             limit = _settings(self.config, name).request_timeout_s
             models.append(ScorerReplicas(model, group, addresses, limit, restart_policy))
         return ScorerWatch(models)
 
-    def _start_again(self, placement: Placement, model: str, addresses: list[str], member: int) -> Group:
+    def _start_again(self, start: StartWorker, model: str, addresses: list[str], member: int) -> Group:
         """Start a replica again, at its address, where its clients look for it, unless its node has left.
 
         Then it gets another address, among ``addresses`` as well.
@@ -115,11 +113,12 @@ class Scorers:
         name = model.partition(":")[0]
         models = self._models(name)
         engine, port = models.index(model) + member * len(models), int(addresses[member].rpartition(":")[2])
-        worker = self.engines[name].start_again(placement, engine)
+        worker, cache_bytes = start(engine)
         report, limit = worker.reports[0], self.config.cluster.start_timeout_s
         moved = report.node_id != self.groups[name].reports[engine].node_id
-        arguments = self._worker_arguments(name, engine, report, 0 if moved else port)
-        building = worker.submit_build(WORKER, [arguments], environment=self._environment(name))
+        settings, spec = self._worker_arguments(name, engine, report)
+        spec = replace(spec, port=0 if moved else port, cache_bytes=cache_bytes)
+        building = worker.submit_build(WORKER, [(settings, spec)], environment=self._environment(name))
         gather([building], limit)
         if moved:
             (addresses[member],) = worker.control("address", timeout_s=limit)

@@ -1,17 +1,24 @@
-"""What the clients of the models that score are made with."""
+"""What models that score are built from when they are started again, and what their clients are made with."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import gkd.driver.groups.scorers
+from gkd.cluster.health.watched import RestartPolicy
+from gkd.cluster.workers.group import Group
 from gkd.config import Config, load
 from gkd.driver.groups.scorers import Scorers
 from gkd.driver.inputs.find import Inputs, find_inputs
 from gkd.scoring.address import Key
+from gkd.scoring.worker import ScorerSpec, _engine_spec
 from tests.data.models import WORDS, save_model
+from tests.weights.reports import reports
 
 ROWS = {"student": 14, "math": 12, "code": 16}
 
@@ -46,3 +53,32 @@ def test_teachers_of_different_rows_score_those_that_all_have(config: Config) ->
         made = arguments(config, inputs, name)
         assert (made["vocabulary"], made["scorer"]) == (min(ROWS.values()), name)
     assert arguments(config, inputs, "reference")["vocabulary"] == ROWS["student"]
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("GPU-3", 13), ("GPU-7", None)], ids=["on its GPU", "on another one"])
+def test_a_replica_that_is_started_again_has_the_cache_of_before(
+    gpu: str, size: int | None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would measure beside an actor at work is not what it may have. Of two teachers four engines."""
+
+    class Played(Group):
+        def control(self, *_: Any, **__: Any) -> list[Any]:
+            return [10, 11, 12, 13]
+
+    built: list[tuple[Any, ScorerSpec]] = []
+    worker = SimpleNamespace(
+        reports=reports("teacher", gpu), submit_build=lambda target, arguments, environment: built.extend(arguments)
+    )
+    leaders = Played("teacher", (None,) * 4, tuple(reports("teacher", *(f"GPU-{i}" for i in range(4)))))
+    engines: Any = SimpleNamespace(leaders=leaders, start_again=lambda _, engine: worker, nnodes=1)
+    placement: Any = SimpleNamespace(session=SimpleNamespace(threads=[]))
+    policies: dict[str, RestartPolicy] = {}
+    monkeypatch.setattr(gkd.driver.groups.scorers, "ScorerReplicas", lambda *its: policies.update({its[0]: its[-1]}))
+    monkeypatch.setattr(gkd.driver.groups.scorers, "gather", lambda *_: None)
+    scorers = Scorers(config, find_inputs(config, print), Key.generate(), {"teacher": engines})
+    addresses = ["tcp://127.0.0.1:5001", "tcp://127.0.0.1:5002"]
+    scorers.watch(placement, {f"teacher:{name}": {"addresses": addresses} for name in ("code", "math")})
+    policies["teacher:math"].start(1)
+    ((settings, spec),) = built
+    assert (spec.name, spec.port, spec.cache_bytes) == ("teacher:math", 5002, size)
+    assert _engine_spec(settings, spec, None).cache_bytes == size

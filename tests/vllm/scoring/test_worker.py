@@ -39,6 +39,9 @@ def test_a_worker_serves_until_its_engine_fails(model: Path, vllm_engine: Any, m
         def has_lost_process(self) -> bool:
             return False
 
+        def cache_bytes(self) -> int | None:
+            return None
+
         def add(self, key: int, request: ScoreRequest) -> None:
             if self.broken:
                 raise MemoryError("no room")
