@@ -230,6 +230,7 @@ def _wait_for_nodes(address: str, n_nodes: int, timeout_s: float) -> None:
 
 
 def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
+    from gkd.cluster import gpu
     from gkd.cluster.session.control_service import SETTING
     from gkd.cluster.session.port import free_port
 
@@ -246,10 +247,13 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
         chosen += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
     else:
         chosen.append(f"--address={options.address}")
-    n_cpus = options.num_cpus
+    n_gpus, n_cpus, visible = options.simulate_gpus, options.num_cpus, os.environ.get(gpu.VISIBLE)
     if options.simulate_gpus is not None:
-        chosen.append(f"--num-gpus={options.simulate_gpus}")
         n_cpus = n_cpus or max(os.cpu_count() or 1, options.simulate_gpus)  # each worker reserves one
+    elif any(entry.startswith("MIG-") for entry in gpu.parse_visible_devices(visible) or []):
+        n_gpus = len(gpu.usable_devices(visible, gpu.nvml_uuids()))  # Ray counts GPUs, however many slices they have
+    if n_gpus is not None:
+        chosen.append(f"--num-gpus={n_gpus}")
     if n_cpus is not None:
         chosen.append(f"--num-cpus={n_cpus}")
     return chosen

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cli.launch.node import main
+from gkd.cli.launch.node import _parser, _ray_options, main
+from gkd.cluster import gpu
 from gkd.cluster.session import local
 from gkd.cluster.session.local import LocalNode
 from tests.error_text import contains_in_order
@@ -96,6 +97,28 @@ def test_a_machine_does_not_join_a_cluster_twice_by_two_names_of_its_head(
     finally:
         node.kill()
         node.wait()
+
+
+@pytest.mark.parametrize(
+    ("visible", "arguments", "expected"),
+    [
+        ("MIG-a,MIG-b, MIG-c", [], ["--num-gpus=3"]),
+        ("MIG-a,9,MIG-c", [], ["--num-gpus=1"]),  # CUDA sees nothing from the 9 on
+        ("MIG-a,MIG-b", ["--simulate-gpus", "4"], ["--num-gpus=4"]),
+        ("0", [], []),
+        (None, [], []),
+    ],
+)
+def test_slices_of_gpus_are_counted_each(
+    visible: str | None, arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray by itself counts GPUs, of which there is one here."""
+    monkeypatch.setattr(gpu, "nvml_uuids", lambda: ["GPU-1"])
+    monkeypatch.delenv(gpu.VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(gpu.VISIBLE, visible)
+    options = _parser().parse_args(["worker", "--address", "localhost:6379", *arguments])
+    assert [option for option in _ray_options(options, "127.0.0.1") if option.startswith("--num-gpus")] == expected
 
 
 def test_what_nodes_have_left_is_removed_but_not_the_log_of_one_that_is_starting(directory: Path) -> None:
