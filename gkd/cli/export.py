@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.errors import ConfigError, Parser, RunFailed, entry_point
+from gkd.errors import ConfigError, Parser, entry_point
 
 if TYPE_CHECKING:
     from gkd.driver.checkpoints.checkpoint import SavedCheckpoint
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= OF_NOBODY):
         raise ConfigError(f"OUT={options.out} already holds something; choose another directory")
     directory = options.run / "checkpoints"
-    from gkd.driver.checkpoints.checkpoint import complete
     from gkd.driver.checkpoints.run_models import export
+    from gkd.evaluation.reloading import WeightsDeleted
     from gkd.observability.report import steps_done
 
     for left in reversed(range(TRIES)):
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         try:
             export(saved, out, out / UNFINISHED)
             break
-        except RunFailed:
-            if not left or saved.path in complete(directory):
+        except WeightsDeleted:
+            if not left:
                 raise
     line, steps = f"step {saved.state.step} of {options.run} is in {options.out}", steps_done(options.run)
     if options.step is None and steps is not None and steps > saved.state.step:

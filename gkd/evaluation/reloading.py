@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class WeightsDeleted(RunFailed):
+    """Weights that were deleted before they were read, as by a run that goes on."""
+
+
 @dataclass(frozen=True, eq=False)
 class FurtherWeights:
     """Weights that engines with a model of the same kind load.
 
     ``name`` is what tables call the model that has them, ``fingerprint`` what its answers are kept by. ``read`` yields
-    them by the names and in the shapes of the model's files, on the host.
+    them by the names and in the shapes of the model's files, on the host, or raises WeightsDeleted.
     """
 
     name: str
@@ -31,7 +35,8 @@ class FurtherWeights:
 def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weights, version: int) -> None:
     """Have every engine load ``weights``, in buckets through the object store, and serve them as ``version``.
 
-    Versions rise. Raises RunFailed when that takes longer than ``weights.timeout_s`` or leaves no engine.
+    Versions rise. Raises RunFailed when that takes longer than ``weights.timeout_s`` or leaves no engine, and
+    WeightsDeleted, with the engines as they were.
     """
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from gkd.evaluation.engines import EngineReplies, LocalModel, start_engines
 from gkd.evaluation.modes import gpus_here, have_same_pool, with_engines
 from gkd.evaluation.plan import Measurement, measurements, strategy_of
 from gkd.evaluation.rating import score
-from gkd.evaluation.reloading import FurtherWeights, load_weights
+from gkd.evaluation.reloading import FurtherWeights, WeightsDeleted, load_weights
 from gkd.evaluation.results import Results
 from gkd.evaluation.scores import RatedAnswer, add_up, group_by_difficulty, means
 from gkd.observability.progress import LINE_EVERY_S, clock
@@ -50,8 +51,8 @@ def evaluate(
     to_measure = measurements(config, quick, out.print, further)
     log, results = AnswerLog(output / "answers.jsonl"), list[Results]()
     try:
-        _generate_missing(config, to_measure, log, out)
-        for measurement in to_measure:  # written one by one: the rewards of the next set may fail
+        answered = _generate_missing(config, to_measure, log, out)
+        for measurement in answered:  # written one by one: the rewards of the next set may fail
             results.append(_results(config, measurement, log))
             results[-1].write(output / "results")
     finally:
@@ -71,7 +72,13 @@ def _directory(path: str) -> Path:
     return output
 
 
-def _generate_missing(config: Config, measurements: Sequence[Measurement], log: AnswerLog, out: Console) -> None:
+def _generate_missing(
+    config: Config, measurements: Sequence[Measurement], log: AnswerLog, out: Console
+) -> list[Measurement]:
+    """Have every answer that is missing generated; returns the measurements that have all of theirs.
+
+    The others are of weights that are not there any more, which are warned of.
+    """
     seed = config.trainer.seed
     missing = {m: jobs for m in range(len(measurements)) if (jobs := measurements[m].missing_jobs(log, seed))}
     n_jobs = sum(len(own.jobs) for own in measurements)
@@ -83,7 +90,8 @@ def _generate_missing(config: Config, measurements: Sequence[Measurement], log: 
             _ask(config, EndpointReplies(endpoint), measurements[m], log, out)
             del missing[m]
     if not missing:
-        return
+        return list(measurements)
+    deleted: set[int] = set()
     local = {m: measurements[m].model for m in missing}
     models = [(model.name, model.path) for model, _ in groupby(local.values())]
     on_gpus = not isinstance(config.cluster.simulate_gpus, int) and installed_device() != "cpu"
@@ -94,13 +102,20 @@ def _generate_missing(config: Config, measurements: Sequence[Measurement], log: 
             free = [min(len(node.gpus), node.free_gpus) for node in read_nodes()]
             here = [with_engines(config, free, model, on_gpus) for model in models]
         engines = _EvaluationEngines(session, out)
-        for (model, indices), own in zip(groupby(missing, key=lambda m: measurements[m].model), here, strict=True):
+        for (model, group), own in zip(groupby(missing, key=lambda m: measurements[m].model), here, strict=True):
             assert isinstance(model, LocalModel)
+            indices = list(group)
             todo = [measurements[m] for m in indices]
             length = max(planned.sampling.max_tokens for planned in todo) + config.data.max_prompt_length
-            source = engines.load(own, model, min(length, model.info.positions or length))
+            try:
+                source = engines.load(own, model, min(length, model.info.positions or length))
+            except WeightsDeleted as why:
+                logging.getLogger("gkd").warning("%s is left out: %s", model.name, why)
+                deleted.update(indices)
+                continue
             for measurement in todo:
                 _ask(config, source, measurement, log, out)
+    return [own for m, own in enumerate(measurements) if m not in deleted]
 
 
 class _EvaluationEngines:
@@ -120,7 +135,7 @@ class _EvaluationEngines:
         """Have engines on the pool of ``config`` load a model; what ran there before has ended."""
         source = self._last
         if not (source and model.weights and source.model.path == model.path and source.max_length == max_length):
-            source = self._start(config, model, max_length)
+            source = self._last = self._start(config, model, max_length)
         if model.weights is not None:
             self._version += 1
             load_weights(model.weights, source.rollout, config.weights, self._version)

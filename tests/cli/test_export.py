@@ -19,8 +19,10 @@ from gkd.actor.state import part_of, write_part
 from gkd.cli.export import UNFINISHED, main
 from gkd.config import Actor, Lora
 from gkd.config import load as load_config
-from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, read, remove, write
+from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, read, read_intact, remove, write
 from gkd.driver.checkpoints.run_models import models_of_run
+from gkd.errors import RunFailed
+from gkd.evaluation.reloading import WeightsDeleted
 from tests.data.models import save_model
 
 
@@ -122,6 +124,33 @@ def test_an_evaluation_of_a_run_has_its_checkpoints_and_its_student_of_a_later_s
         names.append([further.name for further in models.further])
         assert models.base == str(tmp_path / "student")
     assert names == [["step_2", "step_3"], ["step_2"]]
+
+
+@pytest.mark.parametrize("at", ["listing", "reading"])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    path = run / "checkpoints" / "step_2"
+    later = shutil.copytree(path, path.with_name("step_3"))
+    write(replace(read(path), path=later, state=RunState(step=3)))
+
+    def read_late(own: Path) -> Any:
+        remove(path)
+        return read_intact(own)
+
+    if at == "listing":
+        monkeypatch.setattr("gkd.driver.checkpoints.checkpoint.read_intact", read_late)
+    further = {own.name: own for own in models_of_run(run, load_config({})).further}
+    assert list(further) == (["step_3"] if at == "listing" else ["step_2", "step_3"])
+    remove(path)
+    assert next(further["step_3"].read())
+    if at == "reading":
+        with pytest.raises(WeightsDeleted, match=r"/step_2 "):
+            next(further["step_2"].read())
+        (later / "actor" / "rank_00000.safetensors").unlink()  # of one that is there this is damage
+        with pytest.raises(RunFailed, match=r"checkpoint .*\bread\b"):
+            next(further["step_3"].read())
+    assert not caplog.records
 
 
 def test_a_later_student_is_named_where_no_step_was_asked_for(

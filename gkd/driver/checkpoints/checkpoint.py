@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -140,18 +140,27 @@ def read_intact(path: Path) -> SavedCheckpoint:
 def find_newest_intact(directory: Path) -> tuple[SavedCheckpoint | None, dict[Path, str]]:
     """Return the newest intact checkpoint in ``directory``, and what is wrong with each complete one after it."""
     damaged: dict[Path, str] = {}
+    return next(iterate_intact(directory, damaged), None), damaged
+
+
+def iterate_intact(directory: Path, damaged: dict[Path, str]) -> Iterator[SavedCheckpoint]:
+    """Yield the intact checkpoints in ``directory``, newest first; ``damaged`` gets what is wrong with the others."""
     for path in reversed(complete(directory)):
         try:
-            return read_intact(path), damaged
+            yield read_intact(path)
         except DamagedCheckpoint as error:
-            if (path / STATE).exists():  # else its run has deleted it meanwhile
+            if is_complete(path):  # else its run has deleted it meanwhile
                 damaged[path] = str(error)
-    return None, damaged
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a checkpoint was written to its end, intact or not, and is not deleted."""
+    return (path / STATE).exists()
 
 
 def complete(directory: Path) -> list[Path]:
     """Return complete checkpoints, intact or not, oldest first."""
-    return sorted((path for path in _list_all(directory) if (path / STATE).exists()), key=step_of)
+    return sorted(filter(is_complete, _list_all(directory)), key=step_of)
 
 
 def describe_none(directory: Path) -> str:
@@ -163,7 +172,7 @@ def describe_none(directory: Path) -> str:
 
 def list_incomplete(directory: Path) -> list[Path]:
     """Return checkpoints that were never finished."""
-    return [path for path in _list_all(directory) if not (path / STATE).exists()]
+    return [path for path in _list_all(directory) if not is_complete(path)]
 
 
 def step_of(path: Path) -> int:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.config import Config, Lora
 from gkd.data.tokenizer import check_causal_lm
-from gkd.driver.checkpoints.checkpoint import DamagedCheckpoint, SavedCheckpoint, complete, read_intact
+from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, is_complete, iterate_intact
 from gkd.driver.inputs.find import find_files
 from gkd.durable import move_files
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 from gkd.evaluation.answers import fingerprint
 from gkd.evaluation.plan import START
 from gkd.evaluation.questions import PROMPT_SETTINGS
-from gkd.evaluation.reloading import FurtherWeights
+from gkd.evaluation.reloading import FurtherWeights, WeightsDeleted
 from gkd.observability.report import steps_done
 
 if TYPE_CHECKING:
@@ -45,13 +45,11 @@ def models_of_run(run: Path, config: Config) -> RunModels:
 
     Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.
     """
-    checkpoints: dict[int, SavedCheckpoint] = {}
-    for path in complete(run / "checkpoints"):
-        try:
-            saved = read_intact(path)
-            checkpoints[saved.state.step] = saved
-        except DamagedCheckpoint as why:
-            log.warning("%s is damaged and left out: %s", path, why)
+    damaged: dict[Path, str] = {}
+    intact = list(iterate_intact(run / "checkpoints", damaged))
+    checkpoints = {saved.state.step: saved for saved in reversed(intact)}
+    for path, why in damaged.items():
+        log.warning("%s is damaged and left out: %s", path, why)
     base = next((saved.model for saved in checkpoints.values()), None) or find_files(config, log.info)[0]
     base = check_causal_lm(base, "the model that was trained")
     its = fingerprint(base)
@@ -82,7 +80,10 @@ def _read(saved: SavedCheckpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_student(saved: SavedCheckpoint, base: str) -> Student:
-    """Load the student of a checkpoint of what began as the model in ``base``."""
+    """Load the student of a checkpoint of what began as the model in ``base``.
+
+    Raises WeightsDeleted where the run, which goes on, has deleted the checkpoint.
+    """
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -91,7 +92,12 @@ def _load_student(saved: SavedCheckpoint, base: str) -> Student:
 
     disable_progress_bar()  # of files that are read in an instant
     student = load(base, lora=_lora(saved), dtype=getattr(torch, saved.dtype))
-    load_state(student, None, saved.rank_files)
+    try:
+        load_state(student, None, saved.rank_files)
+    except RunFailed:
+        if is_complete(saved.path):
+            raise
+        raise WeightsDeleted(f"its run deleted {saved.path} before it was read") from None
     return student
 
 
