@@ -182,7 +182,7 @@ def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable
     with pause_garbage_collection():
         inputs = find_inputs(config, report)
     if saved is not None:
-        require_same_data(saved, inputs.fingerprints())
+        require_same_data(saved, inputs.fingerprints(config))
         if changed := differences(saved, config):
             report(changed)
     return inputs

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gkd.errors import ConfigError, one_line
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of a layer's experts."""
+
+PIECES, PIECE_BYTES = 256, 4096
+"""What is read of a file of weights to know it again: so many pieces of so many bytes, all of a file up to 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +115,26 @@ def has_experts(config: Any) -> bool:
     """Return whether a model's feed-forward parts are mixtures of experts."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in EXPERTS)
+
+
+def fingerprint_weights(directory: str) -> str:
+    """Return 16 hexadecimal digits that a model's weights are known by, wherever the directory is.
+
+    Of a large file its length and pieces that lie evenly over it are read: of 70 billion parameters in 30 files 31 MB.
+    Weights that were trained further differ in these, as training changes some numbers of nearly every piece.
+    """
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(8) as threads:
+        for part in threads.map(_digest_pieces, sorted(Path(directory).glob("*.safetensors"))):
+            digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _digest_pieces(file: Path) -> bytes:
+    size = file.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8))
+    with file.open("rb", buffering=0) as opened:
+        for piece in range(PIECES):
+            opened.seek(size * piece // PIECES)
+            digest.update(opened.read(PIECE_BYTES))
+    return digest.digest()

@@ -112,7 +112,7 @@ def _drive(
         first = 0 if saved is None else _forget_after(saved, output)
         with MetricsLog(output / METRICS, trackers, events, on_step) as metrics, JsonLines(output / SAMPLES) as sampled:
             samples = SampleLog(sampled, config, inputs.tokenizer, trackers)
-            checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(), first)
+            checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(config), first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
             external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
             scorer = "teacher" if external else "rewards"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,29 @@ from gkd.actor.state import part_of, write_part
 from gkd.cli.export import UNFINISHED, main
 from gkd.config import Actor, Lora
 from gkd.config import load as load_config
+from gkd.data.model_info import fingerprint_weights
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, read, read_intact, remove, write
 from gkd.driver.checkpoints.run_models import models_of_run
-from gkd.errors import RunFailed
+from gkd.errors import ConfigError, RunFailed
 from gkd.evaluation.reloading import WeightsDeleted
 from tests.data.models import save_model
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with a checkpoint of a tiny model, as one rank leaves it."""
+    return save_run(tmp_path)
+
+
+def save_run(tmp_path: Path, lora: Lora | None = None) -> Path:
+    """Save a run with a checkpoint of a tiny model, as one rank leaves it."""
     model = save_model(tmp_path / "student")
-    student = load(str(model), lora=Lora(), dtype=torch.float32)
+    student = load(str(model), lora=lora, dtype=torch.float32)
     optimizer = adamw(student, Actor(lr=1e-3))
     path = tmp_path / "run" / "checkpoints" / "step_2"
     (path / "actor").mkdir(parents=True)
     name = "actor/rank_00000.safetensors"
     files = {name: write_part(optimizer, part_of(optimizer, torch.device("cpu"), None), path / name)}
-    config = load_config({}).model_dump(mode="json")
+    config = load_config({"actor": {"lora": lora or Lora()}}).model_dump(mode="json")
     write(SavedCheckpoint(path, "step", RunState(step=2), config, str(model), "float32", {}, files))
     return tmp_path / "run"
 
@@ -151,6 +157,29 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(
         with pytest.raises(RunFailed, match=r"checkpoint .*\bread\b"):
             next(further["step_3"].read())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(r=2)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("states", [True, False])
+def test_an_adapter_is_not_laid_over_other_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: Lora, states: bool
+) -> None:
+    """Checkpoints of earlier versions do not state what they were trained from."""
+    run, model = save_run(tmp_path, lora), tmp_path / "student"
+    path = run / "checkpoints" / "step_2"
+    write(replace(read(path), data={"model.path": fingerprint_weights(str(model))} if states else {}))
+    assert main([str(run), str(tmp_path / "same")]) == 0
+    assert len(models_of_run(run, load_config({})).further) == 1
+    save_model(model)
+    capsys.readouterr()
+    refused = states and lora.r is not None
+    assert main([str(run), str(tmp_path / "other")]) == (2 if refused else 0)
+    assert (tmp_path / "other" / "config.json").exists() != refused
+    if refused:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "model.path" in line and str(path) in line
+    with pytest.raises(ConfigError, match=r"model\.path.*/step_2\b") if states else nullcontext():  # its step 0 is not
+        models_of_run(run, load_config({}))
 
 
 def test_a_later_student_is_named_where_no_step_was_asked_for(

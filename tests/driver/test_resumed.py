@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tracemalloc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from gkd.config import load
 from gkd.config.output_files import whole_lines
 from gkd.data.prompts import fingerprint
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
-from gkd.driver.checkpoints.resume import cut, find, forget_best_after, require_same_data
+from gkd.driver.checkpoints.resume import cut, differences, find, forget_best_after, require_same_data
 from gkd.durable import compute_checksum
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
@@ -97,11 +99,43 @@ def test_other_data_is_refused() -> None:
         {"id": 1}, {"other_answers": ("2",)}, {"teacher": "math"}, {"answer_ids": ids}, {"teacher_ids": ids}
     ]  # fmt: skip
     assert len({own, *(fingerprint([replace(prompt, **change)]) for change in changes)}) == len(changes) + 1
-    saved = SavedCheckpoint(Path("/step_1"), "end", RunState(), {}, "", "float32", {"train": own, "val": "0"}, {})
+    data = {"train": own, "val": "0"}
+    saved = SavedCheckpoint(Path("/step_1"), "end", RunState(), {}, "", "float32", data, {})
     require_same_data(saved, {"train": own, "val": "0"})
     with pytest.raises(ConfigError, match=r"data\.val_files .*/step_1\b"):
         require_same_data(saved, {"train": own, "val": "1"})
     require_same_data(saved, {"train": own, "val": "0", "val_sets.x": "1"})  # earlier ones state none
-    saved.data["val_sets.x"] = "2"
+    require_same_data(saved, {"train": own, "val": "0", "model.path": "1", "teacher.models.math": "1"})
+    data["val_sets.x"] = "2"
     with pytest.raises(ConfigError, match=r"data\.val_sets\.x\.files .*/step_1\b"):
         require_same_data(saved, {"train": own, "val": "0", "val_sets.x": "1"})
+
+
+@pytest.mark.parametrize("setting", ["model.path", "teacher.model.path", "teacher.models.math", "reference.model.path"])
+def test_another_model_is_refused(setting: str) -> None:
+    """Figures before and after would be held against different ones."""
+    data = {"train": "0", "val": "0", "model.path": "1", "teacher.model.path": "1", setting: "2"}
+    saved = SavedCheckpoint(Path("/run/checkpoints/step_1"), "end", RunState(), {}, "", "float32", data, {})
+    require_same_data(saved, data)
+    outside = {name: its for name, its in data.items() if not name.startswith("teacher")}
+    require_same_data(saved, outside)  # such as a teacher that is a server now
+    with pytest.raises(ConfigError, match=rf"{re.escape(setting)} .*/step_1\b.* export /run\b"):
+        require_same_data(saved, {**data, setting: "3"})
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_model_that_moved_is_the_same_if_its_weights_are_known(known: bool, tmp_path: Path) -> None:
+    """Earlier checkpoints do not state them."""
+    path = tmp_path / "checkpoints" / "step_5"
+    rank = path / "actor" / "rank_0.safetensors"
+    rank.parent.mkdir(parents=True)
+    rank.write_bytes(b"weights")
+    data, files = {"model.path": "1"} if known else {}, {"actor/rank_0.safetensors": compute_checksum(rank)}
+    own = {"train_files": ["a"], "val_files": ["a"], "answer_key": "b"}
+    here, there = (
+        load({"algorithm": {"name": "sft"}, "model": {"path": f"/models/{name}"}, "data": own}) for name in "ba"
+    )
+    tree = there.model_dump(mode="json")
+    write(SavedCheckpoint(path, "step", RunState(step=5), tree, "", "float32", data, files))
+    with nullcontext() if known else pytest.raises(ConfigError, match=r"model\.path=/models/a, .* /models/b"):
+        assert "model.path /models/a -> /models/b" in differences(find(here, tmp_path), here)

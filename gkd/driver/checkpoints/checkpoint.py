@@ -65,8 +65,8 @@ class SavedCheckpoint:
     """A checkpoint, as ``state.json`` describes it.
 
     ``config`` is the run's configuration, ``model`` the directory of the model that was trained and ``dtype`` what was
-    computed in. ``data`` has fingerprints of its prompts, and ``files`` the sums of all other files, by name within
-    ``path``. ``version`` is that of the gkd that wrote it.
+    computed in. ``data`` has fingerprints of its prompts and models, and ``files`` the sums of all other files, by name
+    within ``path``. ``version`` is that of the gkd that wrote it.
     """
 
     path: Path

@@ -102,7 +102,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         log.warning("%s is damaged and left out: %s", path, why)
     here, there = _settings(config.model_dump(mode="json")), _settings(saved.config)
     for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
-        free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key)
+        free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key) or key in saved.data  # a model's content is compared
         if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
             raise ConfigError(
                 f"trainer.resume: {saved.path} was made with {key}={_format(there.get(key))}, this is "
@@ -136,15 +136,21 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
 
 
 def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:
-    """Raise ConfigError unless ``data``, fingerprints of the prompts by their use, are those of the checkpoint.
+    """Raise ConfigError unless ``data``, fingerprints of prompts and models, are those of the checkpoint.
 
-    Earlier checkpoints state none of ``data.val_sets``.
+    Earlier checkpoints state none of ``data.val_sets`` or of models, and none does of a teacher outside the cluster.
     """
     for use, fingerprint in data.items():
-        is_set = use.startswith("val_sets.")
-        if saved.data.get(use, fingerprint if is_set else None) != fingerprint:
-            files = f"data.{use}.files" if is_set else f"data.{use}_files"
+        if saved.data.get(use, fingerprint) == fingerprint:
+            continue
+        if use in ("train", "val") or use.startswith("val_sets."):
+            files = f"data.{use}.files" if "." in use else f"data.{use}_files"
             raise ConfigError(f"trainer.resume: the prompts of {files} are not those that {saved.path} was made with")
+        run = saved.path.parent.parent
+        raise ConfigError(
+            f"trainer.resume: {use} has other weights than the model that {saved.path} was made with; put that back, "
+            f"or begin a run of its own from the checkpoint (gkd export {run} OUT, model.path=OUT)"
+        )
 
 
 def cut(file: Path, step: int) -> None:

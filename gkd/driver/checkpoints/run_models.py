@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.config import Config, Lora
+from gkd.data.model_info import fingerprint_weights
 from gkd.data.tokenizer import check_causal_lm
 from gkd.driver.checkpoints.checkpoint import SavedCheckpoint, is_complete, iterate_intact
 from gkd.driver.inputs.find import find_files
@@ -43,18 +44,21 @@ class RunModels:
 def models_of_run(run: Path, config: Config) -> RunModels:
     """Find the models of the run with ``config`` in the directory ``run``; damaged checkpoints are warned of.
 
-    Raises ConfigError where nothing was trained yet, or the model that was trained is not where it was.
+    Raises ConfigError where nothing was trained yet, or the model that was trained is not what and where it was.
     """
     damaged: dict[Path, str] = {}
     intact = list(iterate_intact(run / "checkpoints", damaged))
     checkpoints = {saved.state.step: saved for saved in reversed(intact)}
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    base = next((saved.model for saved in checkpoints.values()), None) or find_files(config, log.info)[0]
+    base = next((saved.model for saved in intact), None) or find_files(config, log.info)[0]
     base = check_causal_lm(base, "the model that was trained")
+    for saved in intact:
+        _require_base(saved, base)
     its = fingerprint(base)
     further = [
-        FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved)) for step, saved in checkpoints.items()
+        FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved, base))
+        for step, saved in checkpoints.items()
     ]
     if (steps := steps_done(run)) is not None and steps not in checkpoints:
         model = check_causal_lm(str(run / "model"), "the student of the run")
@@ -70,11 +74,21 @@ def _sum(model: str, saved: SavedCheckpoint) -> str:
     return hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(saved: SavedCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint, an adapter merged into them."""
+def _require_base(saved: SavedCheckpoint, base: str) -> None:
+    """Raise ConfigError unless ``base`` holds the weights that a checkpoint's run began with; earlier ones do not say.
+
+    An adapter in the checkpoint is laid over them.
+    """
+    own = saved.data.get("model.path")
+    if own is not None and fingerprint_weights(base) != own:
+        raise ConfigError(f"model.path: {base} has other weights by now than those that {saved.path} was trained from")
+
+
+def _read(saved: SavedCheckpoint, base: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint of what began as the model in ``base``, an adapter merged into them."""
     import torch
 
-    student = _load_student(saved, saved.model)
+    student = _load_student(saved, base)
     with torch.no_grad():
         yield from student.file_tensors(getattr(torch, saved.dtype))
 
@@ -110,13 +124,15 @@ def export(saved: SavedCheckpoint, out: Path, unfinished: Path) -> None:
 
     It is written in the directory ``unfinished`` within ``out``, which may be where a volume is mounted: what lies
     beside that is on another disk. config.json, without which no model is read, comes last.
-    Raises ConfigError where the model that was trained is not where it was.
+    Raises ConfigError where the model that was trained is not where it was, and where an adapter's is another.
     """
     import torch
 
     from gkd.actor.pretrained import write_pretrained
 
     base = check_causal_lm(saved.model, "the model that was trained")
+    if _lora(saved).r is not None:
+        _require_base(saved, base)
     student = _load_student(saved, base)
     new = unfinished / "model"
     try:

@@ -41,8 +41,8 @@ class Checkpoints:
     A checkpoint is named after the step that the ranks' weights are of; :meth:`train` and :meth:`save_if_due` are given
     the driver's part of each step. A checkpoint is completed at the first of these calls after its files are written.
 
-    ``started`` is when the run began (``time.monotonic``); ``data`` are its prompts' fingerprints; ``first`` is the
-    step that it goes on after. A directory of checkpoints belongs to one run at a time.
+    ``started`` is when the run began (``time.monotonic``); ``data`` are fingerprints of its prompts and models;
+    ``first`` is the step that it goes on after. A directory of checkpoints belongs to one run at a time.
     """
 
     def __init__(self, config: Config, output: Path, started: float, data: Mapping[str, str], first: int = 0) -> None:

@@ -15,7 +15,7 @@ from gkd.config.rewards import REWARDS, required_columns
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.answers import turn_end, with_answers, with_turn_end
 from gkd.data.layouts import VERL_ANSWER
-from gkd.data.model_info import ModelInfo
+from gkd.data.model_info import ModelInfo, fingerprint_weights
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
@@ -68,10 +68,16 @@ class Inputs:
     val_sets: tuple[Questions, ...] = ()
     """``data.val_sets``."""
 
-    def fingerprints(self) -> dict[str, str]:
-        """Return fingerprints of the prompts that are trained and validated on, by setting, for a run that goes on."""
+    def fingerprints(self, config: Config) -> dict[str, str]:
+        """Return fingerprints of models, and of prompts that are trained and validated on, for a run that goes on.
+
+        Models are by the settings that name them.
+        """
+        groups = config.groups()
+        scorers = {model_setting(name): p for name, p in self.scorers.items() if name.partition(":")[0] in groups}
+        models = {name: fingerprint_weights(p) for name, p in {"model.path": self.student, **scorers}.items()}
         sets = {f"val_sets.{s.name}": fingerprint([q.prompt for q in s.questions]) for s in self.val_sets}
-        return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts), **sets}
+        return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts), **sets, **models}
 
 
 def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:

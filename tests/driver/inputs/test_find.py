@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gkd.config import Config, load
 from gkd.config.rewards import Reward
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
-from tests.data.models import TEMPLATE, save_model, word_tokenizer
+from tests.data.models import TEMPLATE, save_model, save_reward_model, word_tokenizer
 from tests.data.test_answers import EOS, IM_END, chat_tokenizer
 
 
@@ -131,10 +132,11 @@ def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(m
         file = tmp_path / name
         file.write_text(json.dumps({"prompt": "a", "answer": answer}) + "\n")
         sets = {"hard": {"files": [str(file)], "answer_key": "answer"}}
-        return find_inputs(own(models, "base", val_sets=sets), lambda line: None).fingerprints()
+        config = own(models, "base", val_sets=sets)
+        return find_inputs(config, lambda line: None).fingerprints(config)
 
     one, moved, other = fingerprints("x.jsonl", "b"), fingerprints("y.jsonl", "b"), fingerprints("y.jsonl", "c")
-    assert one.keys() == {"train", "val", "val_sets.hard"}
+    assert one.keys() == {"train", "val", "val_sets.hard", "model.path"}
     assert one == moved and one["val_sets.hard"] != other["val_sets.hard"]
 
 
@@ -145,6 +147,44 @@ def test_answers_of_a_set_end_as_the_chat_template_ends_turns(templated: bool, m
     sets = {"hard": {"files": [str(models / "text.jsonl")], "answer_key": "answer", "apply_chat_template": templated}}
     inputs = find_inputs(own(models, "turns", val_sets=sets, apply_chat_template=False), lambda line: None)
     assert EOS in inputs.model.eos_ids and (IM_END in inputs.model.eos_ids) == templated
+
+
+def test_models_that_a_run_goes_on_with_are_known_by_their_weights(models: Path, tmp_path: Path) -> None:
+    """Those that a group serves, wherever they are: of a teacher outside the cluster nothing is known."""
+    files, rows = [str(models / "text.jsonl")], tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "teacher": "math"}\n')
+    save_reward_model(tmp_path / "judge")
+    paths = {name: str(save_model(tmp_path / name)) for name in ("one", "two")}
+    paths["moved"] = str(shutil.copytree(paths["one"], tmp_path / "moved"))
+
+    def fingerprints(student: str, tree: dict[str, Any]) -> dict[str, str]:
+        data = {"train_files": files, "val_files": files}
+        base = {"model": {"path": paths[student]}, "rollout": {"engine": "hf"}, "data": data}
+        config = load({**base, **tree})
+        own = find_inputs(config, lambda line: None).fingerprints(config)
+        return {name: own[name] for name in own if name not in ("train", "val")}
+
+    first = fingerprints("one", {"teacher": {"model": {"path": paths["two"]}}})
+    assert first.keys() == {"model.path", "teacher.model.path"} and len(set(first.values())) == 2
+    assert fingerprints("moved", {"teacher": {"model": {"path": paths["one"]}}}) == dict.fromkeys(
+        first, first["model.path"]
+    )
+    dealt = {
+        "teacher": {"models": {"math": paths["two"]}},
+        "data": {"train_files": [str(rows)], "val_files": [str(rows)], "teacher_key": "teacher"},
+    }
+    assert fingerprints("one", dealt).keys() == {"model.path", "teacher.models.math"}
+    outside = {"teacher": {"model": {"path": paths["two"]}, "server_ip": "127.0.0.1"}}
+    assert fingerprints("one", outside).keys() == {"model.path"}
+    rewarded = {
+        "algorithm": {"name": "grpo", "kl": {"coef": 0.1}},
+        "rollout": {"n": 2, "engine": "hf"},
+        "reward": {"functions": ["reward_model"]},
+        "reward_model": {"model": {"path": str(tmp_path / "judge")}},
+    }
+    scored = fingerprints("one", rewarded)
+    assert scored.keys() == {"model.path", "reference.model.path", "reward_model.model.path"}
+    assert scored["reference.model.path"] == scored["model.path"] != scored["reward_model.model.path"]
 
 
 @pytest.mark.parametrize(("asks", "message"), [("a", None), ("a d", r"row 1 of data\.train_files .*'d' \(8\)")])
