@@ -9,6 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,22 @@ def replace(path: Path, content: bytes | Iterable[bytes]) -> None:
         flush(temporary)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        temporary.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def remove_drafts(path: Path) -> None:
+    """Delete what processes that were killed had written of a file with :func:`replace`.
+
+    What another process of this machine is writing stays, and so does what cannot be deleted.
+    """
+    for draft in path.parent.glob(f".{path.name}.[0-9]*"):
+        pid = draft.suffix.removeprefix(".")
+        if pid.isdecimal() and (pid == str(os.getpid()) or not Path("/proc", pid).exists()):
+            with suppress(OSError):
+                draft.unlink()
 
 
 def flush(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gkd import durable
-from gkd.durable import Checksum, compute_checksum, hold, is_held, reason, replace, replace_directory
+from gkd.durable import Checksum, compute_checksum, hold, is_held, reason, remove_drafts, replace, replace_directory
 
 
 class Crash(BaseException):
@@ -47,6 +47,27 @@ def test_content_is_on_the_disk_before_its_name_and_its_name_before_the_return(
     (first, temporary), *rest = order
     assert first == "fsync" and temporary.startswith(f"{tmp_path}/.state.json")
     assert rest == [("rename", str(file)), ("fsync", str(tmp_path))]
+
+
+def test_a_write_that_a_signal_ends_leaves_nothing(tmp_path: Path) -> None:
+    def write_half() -> Iterator[bytes]:
+        yield b"half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace(tmp_path / "page", write_half())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_processes_left_of_a_file_is_deleted(tmp_path: Path) -> None:
+    """And nothing else: what others are writing, and files of other names."""
+    ended = 1 << 22  # which is no process's number: Linux begins again before it
+    kept = ["page", ".page", f".page.{os.getppid()}", f".page.old.{ended}", f".other.{ended}", ".page.1a"]
+    for name in [*kept, f".page.{ended}", f".page.{os.getpid()}"]:  # of this process before it replaced itself
+        (tmp_path / name).touch()
+    remove_drafts(tmp_path / "page")
+    remove_drafts(tmp_path / "missing" / "page")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_directory_is_flushed_file_by_file_before_its_name(order: list[tuple[str, str]], tmp_path: Path) -> None:

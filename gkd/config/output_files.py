@@ -41,6 +41,9 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 """The page of ``gkd report``."""
 
+REPLACED = (CONFIG, METRICS, SAMPLES, TIMELINE, BEST, SUMMARY, REPORT)
+"""Those of which a new one takes the place of the old one, whole."""
+
 
 class LineReader:
     """Reads a JSON-lines file while it grows: what was read is kept, so that only new lines are parsed.

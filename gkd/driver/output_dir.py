@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.durable import hold
+from gkd.durable import hold, remove_drafts
 from gkd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,14 +81,18 @@ def require_writable(path: Path) -> None:
 def claim(path: Path) -> int:
     """Hold ``path`` for this run, until the descriptor is closed or the process ends, however that is.
 
-    Raises ConfigError when another run holds it.
+    What runs that were killed there had begun to write is deleted. Raises ConfigError when another run holds it.
     """
+    from gkd.config.output_files import REPLACED
+
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise _unreadable(path, error) from None
     for _ in range(LOOKS):
         if hold(descriptor):
+            for file in (*(path / name for name in REPLACED), path / "checkpoints" / "latest"):
+                remove_drafts(file)
             return descriptor
         time.sleep(LOOK_S)
     os.close(descriptor)

@@ -24,3 +24,12 @@ def test_a_monitor_that_looks_at_a_directory_keeps_no_run_from_it(tmp_path: Path
     with pytest.raises(ConfigError, match=r"^trainer\.output_dir="):
         claim(tmp_path)
     os.close(run)
+
+
+def test_what_a_killed_run_had_begun_to_write_is_deleted_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    drafts = [tmp_path / f"{name}.{1 << 22}" for name in ("checkpoints/.latest", ".timeline.json", ".report.html")]
+    for draft in drafts:
+        draft.touch()
+    os.close(claim(tmp_path))
+    assert not any(draft.exists() for draft in drafts)
