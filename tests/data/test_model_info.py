@@ -27,7 +27,7 @@ def test_weights_are_known_wherever_they_are(tmp_path: Path) -> None:
 
 
 def test_of_large_files_pieces_are_read(tmp_path: Path) -> None:
-    """Those of 64 GB in no more time than it takes to read 1 MiB, and both ends of a layer that was trained count."""
+    """Those of 64 GB in no more time than it takes to read 256 KiB, and both ends of a layer that was trained count."""
     file, layer = tmp_path / "model.safetensors", 1 << 20
     save_file({f"layer_{n}": torch.zeros(layer) for n in range(8)}, file)
     assert file.stat().st_size > 16 * PIECES * PIECE_BYTES
