@@ -117,10 +117,10 @@ class RewardProcess:
         # It goes with the process, however that ends; where that ends with its parent, with ``temporary``.
         self._directory = tempfile.mkdtemp(prefix="gkd-rewards-", dir=self._temporary)
         # multiprocessing would have it run the main module first: a user's script from Python, once more.
-        arguments = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())]
-        # From now on another thread may end it.
-        self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()  # so that reading ends when the process does
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # others, such as a Path, Python leaves out, too
+        arguments = [sys.executable, "-c", _PROGRAM, json.dumps(path), str(theirs.fileno())]
+        with theirs:  # closed here, so that reading ends when the process does; which another thread may end
+            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         with suppress(OSError):  # it has ended, which is found when it is to answer
             self._connection.send((self._settings.model_dump(), self._directory))
         self._greeted = False

@@ -57,10 +57,13 @@ def test_a_script_that_rates_answers_runs_once(tmp_path: Path) -> None:
     """A user's from Python, which need not keep what it does from whoever imports it."""
     script = tmp_path / "script.py"
     script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
         "from gkd.config import Reward\n"
         "from gkd.rewards.pool import RewardPool\n"
         "from tests.rewards.test_rewards import make_completion\n"
         "print('begins', flush=True)\n"
+        "sys.path.append(Path('anywhere'))\n"  # a slip that Python lets pass
         f"pool = RewardPool(Reward(functions=['{MODULE}:words']))\n"
         f"print(pool.submit(make_completion('a b'))['{MODULE}:words'].result()[0])\n"
         "pool.close()\n"
