@@ -134,7 +134,9 @@ class ScoringPool(Pool):
     rates: ClassVar[bool] = False
     """Whether a model rates whole responses, in tokens of its own, instead of scoring the student's tokens."""
 
-    request_timeout_s: WaitSeconds = Field(120.0, description="time one replica has for one request")
+    request_timeout_s: WaitSeconds = Field(
+        120.0, description="time after which a replica that has requests and makes no step is given up"
+    )
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
     heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 

@@ -30,6 +30,8 @@ from gkd.scoring.wakeup import Wakeup
 from gkd.types import Array
 
 TICK_MS = 50
+PATIENCE = 10
+"""Times ``request_timeout_s`` that one request may take, also while its replica gets on: it is lost then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,11 @@ class RetryPolicy:
     max_attempts: int
     heartbeat_s: float
     scorer: str = "teacher"
+
+    @property
+    def longest_s(self) -> float:
+        """Time that one replica has for one request."""
+        return PATIENCE * self.request_timeout_s
 
     @property
     def section(self) -> str:
@@ -76,7 +83,6 @@ class Dispatcher:
         self._inbox: deque[PendingRequest] = deque()
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[PendingRequest] = []  # a heap
-        self._progress = time.monotonic()
         self._end: Exception | None = None
         self._lock, self._wakeup, self._closing = threading.Lock(), Wakeup(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="scoring-client", daemon=True)
@@ -178,11 +184,12 @@ class Dispatcher:
             case wire.Welcome():
                 self._check(replica.address, body)
                 replica.accept_welcome(body)
-                self._progress = time.monotonic()  # what waited for it has its time from now on
                 if not self.welcomes[replica.name].done():
                     self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
                 self._lose(replica, "was restarted")
+            case wire.Pong():
+                replica.note_steps(body.steps)
             case wire.ScoreReply() | wire.GenerateReply() | wire.RateReply():
                 self._accept_answer(replica, body, arrays)
             case wire.Error():
@@ -212,7 +219,7 @@ class Dispatcher:
             raise wire.WireError(f"{type(body).__name__} as an answer to {type(pending.request).__name__}")
         self._finish(pending)
         replica.abandoned.clear()  # it works, so what it has not answered was lost on the way
-        self._progress = time.monotonic()
+        replica.progressed = time.monotonic()
         pending.future.set_result(answer)
 
     def _accept_error(self, replica: Replica, body: wire.Error) -> None:
@@ -221,7 +228,7 @@ class Dispatcher:
         pending = self._pending.get(body.id)
         if pending is not None and body.code in SAMPLE_CODES:
             self._finish(pending)
-            self._progress = time.monotonic()
+            replica.progressed = time.monotonic()
             pending.future.set_exception(ScorerRejected(body.code, body.message, self._retry_policy.scorer))
         elif body.code == "stopping":
             self._lose(replica, "is stopping")
@@ -253,7 +260,14 @@ class Dispatcher:
             self._try_again(pending, reason)
 
     def _expire(self, replica: Replica, now: float) -> None:
-        for pending in [c for c in replica.outstanding.values() if c.deadline <= now]:
+        """Give up what a replica has had for too long while it got on with nothing: what waits there waits its turn."""
+        limit, longest = self._retry_policy.request_timeout_s, self._retry_policy.longest_s
+        idle_since = replica.progressed
+        for pending in [
+            its
+            for its in replica.outstanding.values()
+            if now - max(its.sent, idle_since) >= limit or now - its.sent >= longest
+        ]:
             del replica.outstanding[pending.id]
             replica.abandoned.add(pending.id)
             self._try_again(pending, "no answer")
@@ -291,7 +305,7 @@ class Dispatcher:
         )
 
     def _give_up(self, now: float) -> None:
-        """Fail what waits when there is nobody to send it to, or when nothing has been answered for too long."""
+        """Fail what waits when there is nobody to send it to, or when nobody gets on for too long."""
         limit = self._retry_policy.request_timeout_s
         if all(replica.welcome is None for replica in self.replicas):
             out = ", ".join(f"{r.address} out for {now - r.out_since:.1f} s" for r in self.replicas)
@@ -301,8 +315,9 @@ class Dispatcher:
             why = f"all replicas are out ({out})"
         else:
             limit *= self._retry_policy.max_attempts
-            stale = [c for c in self._waiting if now - max(self._progress, c.submitted) > limit]
-            why = f"nothing has been answered for {now - self._progress:.1f} s"
+            progressed = max(replica.progressed for replica in self.replicas)
+            stale = [c for c in self._waiting if now - max(progressed, c.submitted) > limit]
+            why = f"nothing has been done for {now - progressed:.1f} s"
         if stale:
             ended = set(map(id, stale))
             self._waiting = [pending for pending in self._waiting if id(pending) not in ended]
@@ -339,7 +354,7 @@ class Dispatcher:
 
     def _frame_for(self, pending: PendingRequest, replica: Replica) -> bytes | None:
         """Return the message of a request; None where no server takes it, which it then fails with."""
-        frame = wire.encode_request(pending.id, self._retry_policy.request_timeout_s, pending.request)
+        frame = wire.encode_request(pending.id, self._retry_policy.longest_s, pending.request)
         try:
             replica.check(pending.request, len(frame))
         except RequestRejected as rejected:
@@ -358,7 +373,6 @@ class Dispatcher:
                 break
             for pending in [left.popleft() for _ in frames]:
                 pending.attempts, pending.sent, pending.replica = pending.attempts + 1, now, replica
-                pending.deadline = now + self._retry_policy.request_timeout_s
         for pending in left:
             del replica.outstanding[pending.id]
         return list(left)

@@ -53,6 +53,8 @@ class Frontend:
     ) -> None:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
+        self.n_steps = 0
+        """Of the engine so far."""
         self._rendering = rendering
         self._clients = Clients(client_limits, self._reject_expired)
         # Who gets it, the message, and the job that the engine took where it is the answer to one.
@@ -242,7 +244,7 @@ class Frontend:
                 case wire.Hello():
                     return self._welcome()
                 case wire.Ping():
-                    return wire.Pong(self.session)
+                    return wire.Pong(self.session, self.n_steps)
                 case wire.ScoreMessage() | wire.GenerateMessage() | wire.RateMessage():
                     id = body.id
                     request = wire.decode_request(body, arrays)

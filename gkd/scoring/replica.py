@@ -24,7 +24,7 @@ SEND_HWM = 4_096
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """A request under way. ``deadline`` and ``replica`` are of its latest attempt, ``history`` of earlier ones.
+    """A request under way. ``sent`` and ``replica`` are of its latest attempt, ``history`` of earlier ones.
 
     Of several that wait the least goes first: that of the lower ``order``, and of these the earlier one.
     """
@@ -36,7 +36,6 @@ class PendingRequest:
     order: tuple[float, int] = (0, 0)
     attempts: int = 0
     sent: float = 0.0
-    deadline: float = 0.0
     replica: Replica | None = None
     moved: bool = False  # from a suspect replica to another one
     history: list[str] = field(default_factory=list)
@@ -49,7 +48,8 @@ class Replica:
     """A DEALER socket to one address. It is out until the server has answered a greeting.
 
     ``scorer`` names the model. ``name`` is the first address. :attr:`address` is where it is now, and while it is
-    :attr:`suspect` others are preferred; both may be set from any thread.
+    :attr:`suspect` others are preferred; both may be set from any thread. :attr:`progressed` (``time.monotonic``) is
+    when it was last seen to get on.
 
     The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
     waits in it for a server that is not there, to be sent when nobody wants the answer any more.
@@ -74,9 +74,9 @@ class Replica:
         self.outstanding: dict[int, PendingRequest] = {}
         # Requests that were given up here, and that the server may still be working on.
         self.abandoned: set[int] = set()
-        self.out_since = time.monotonic()
+        self.out_since = self.progressed = time.monotonic()
         self.expected_until = 0.0  # time.monotonic; it is being started until then
-        self._missed, self._heard, self._next_beat = 0, True, 0.0
+        self._missed, self._heard, self._next_beat, self._steps = 0, True, 0.0, 0
         self.socket = self._open()
 
     @property
@@ -101,6 +101,12 @@ class Replica:
     def accept_welcome(self, welcome: wire.Welcome) -> None:
         """Count the server in, which has answered."""
         self.welcome, self.expected_until = welcome, 0.0
+        self.progressed = time.monotonic()  # what waited for it has its time from now on
+
+    def note_steps(self, steps: int) -> None:
+        """Note how many steps the engine has done, whomever for: what it was sent waits its turn there."""
+        if steps != self._steps:
+            self._steps, self.progressed = steps, time.monotonic()
 
     def beat(self, now: float) -> bool:
         """Greet or ping when it is time. False when the replica is to be put out."""

@@ -50,7 +50,6 @@ class ScoringServer:
         self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False
-        self._n_steps = 0
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
 
     @property
@@ -65,7 +64,7 @@ class ScoringServer:
 
     def progress(self) -> tuple[int, int]:
         """Return steps of the engine so far, and requests that it works on. From any thread."""
-        return self._n_steps, len(self._jobs)
+        return self._frontend.n_steps, len(self._jobs)
 
     def serve(self, stop: threading.Event) -> None:
         """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is rejected.
@@ -157,15 +156,14 @@ class ScoringServer:
         HERE.switch("score" if self._jobs else None)
         if not self._jobs:
             return
-        answers = self._engine.step()
-        self._n_steps += 1
         replies: list[tuple[QueuedRequest, bytes]] = []
-        for key, answer in answers:
+        for key, answer in self._engine.step():
             job = self._jobs.pop(key)
             if isinstance(answer, RequestRejected):
                 self._frontend.reject(job, answer.code, answer.message)
             else:
                 self._frontend.counts["answered"] += 1
                 replies.append((job, wire.encode_answer(job.id, answer)))
+        self._frontend.n_steps += 1
         if replies:
             self._frontend.reply(replies)

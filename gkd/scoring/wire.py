@@ -26,7 +26,7 @@ from gkd.inference import requests
 from gkd.inference.requests import ErrorCode
 from gkd.types import Array, Float32, Int32, Target
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 MAX_PACKED_REPLIES_BYTES = MAX_REPLY_HEADER_BYTES  # which every client takes, whatever it expects
@@ -74,9 +74,10 @@ class Ping(Body, frozen=True):
 
 
 class Pong(Body, frozen=True):
-    """The answer, sent also while the engine is busy."""
+    """The answer, sent also while the engine is busy. ``steps``: of the engine so far, by which one sees it get on."""
 
     session: _Text
+    steps: _Count
 
 
 class ScoreMessage(Body, frozen=True, tag="score"):

@@ -62,6 +62,28 @@ def test_a_hanging_engine_costs_one_timeout(serve: Serve, connect: Connect) -> N
     assert client.counts.get("lost", 0) == 0 and 1 <= client.counts["retried"] <= 6
 
 
+class Stepping(TableEngine):
+    """Answers a request in the last of many short steps."""
+
+    def step(self) -> Any:
+        self.n_steps = getattr(self, "n_steps", 0) + 1
+        if self.n_steps % 30:
+            time.sleep(0.05)
+            return []
+        return super().step()
+
+
+@pytest.mark.parametrize("engine", [TableEngine(delay_s=0.1, capacity=8), Stepping(capacity=1)])
+def test_requests_wait_their_turn_while_the_replica_gets_on(
+    serve: Serve, connect: Connect, engine: TableEngine
+) -> None:
+    """However long those take that it has, as where a large teacher scores long responses."""
+    client = connect(serve(engine).server.address, request_timeout_s=0.5, heartbeat_s=0.1)
+    client.connect(30)
+    assert all_right([client.submit(a_score(i)) for i in range(2 * engine.limits.capacity + 2)])
+    assert not client.counts["retried"]
+
+
 def test_a_server_restarted_between_two_heartbeats_is_noticed(serve: Serve, connect: Connect) -> None:
     first = serve(TableEngine(delay_s=0.5))
     client = connect(first.server.address, heartbeat_s=1.0, request_timeout_s=30.0)
@@ -365,6 +387,7 @@ def a_dispatcher(*pending: PendingRequest) -> Any:
             address=name,
             outstanding={},
             abandoned=set(),
+            progressed=0.0,
             limits=limits,
             welcome=True,
             suspect=False,
@@ -381,11 +404,23 @@ def test_what_a_replica_did_not_answer_counts_as_its_load_until_it_answers_somet
     dispatcher = a_dispatcher(late, answered)
     replica = late.replica = answered.replica = dispatcher.replicas[0]
     replica.outstanding = {1: late, 2: answered}
-    late.deadline, answered.deadline, late.attempts = 5.0, 50.0, 1
-    dispatcher._expire(replica, 10.0)
+    late.sent, answered.sent, late.attempts = 5.0, 50.0, 1
+    dispatcher._expire(replica, 70.0)
     assert (replica.abandoned, list(replica.outstanding), dispatcher._waiting) == ({1}, [2], [late])
     dispatcher._accept_answer(replica, wire.RateReply(2, 0.5), [])
     assert answered.future.result(0) == 0.5 and not replica.abandoned
+
+
+def test_a_request_is_lost_after_ten_times_its_time_though_the_replica_gets_on() -> None:
+    """As where it is busy with those of others all the time."""
+    pending = PendingRequest(1, a_score(), Future(), 0.0)
+    dispatcher = a_dispatcher(pending)
+    replica = pending.replica = dispatcher.replicas[0]
+    replica.outstanding, replica.progressed = {1: pending}, 599.0
+    dispatcher._expire(replica, 599.5)
+    assert replica.outstanding and not dispatcher._waiting
+    dispatcher._expire(replica, 600.0)
+    assert not replica.outstanding and dispatcher._waiting == [pending]
 
 
 def test_a_request_goes_to_another_replica_than_the_last_time_where_there_is_one() -> None:
