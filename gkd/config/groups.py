@@ -377,7 +377,9 @@ class Rollout(StudentSampling, Engine, EngineSection):
         "(TRL: use_vllm; verl: rollout.name)",
     )
     n: int = Field(1, ge=1, le=1 << 20, description="samples a prompt (TRL's num_generations)")
-    timeout_s: WaitSeconds = Field(1800.0, description="time a batch may take to be sampled and scored")
+    timeout_s: WaitSeconds = Field(
+        1800.0, description="time after which a batch fails of which nothing is sampled or scored"
+    )
     engine_timeout_s: WaitSeconds = Field(
         300.0, description="an engine that has work and makes no forward pass for this time hangs: "
         "it is ended, and the others do its work"

@@ -66,6 +66,7 @@ class RolloutGroup:
         )
         self._done: dict[int, TrainingSample] = {}  # finished and not collected yet, by key
         self._requests: dict[int, SampleRequest] = {}  # all that is not collected, by key
+        self._progressed = -math.inf  # when something was last sampled or scored, time.monotonic
 
     @property
     def group(self) -> Group:
@@ -105,7 +106,7 @@ class RolloutGroup:
     def collect(self, keys: Sequence[int], timeout_s: float) -> list[TrainingSample]:
         """Wait until the requests of ``keys`` are sampled and scored; returns their samples in this order.
 
-        Raises RunFailed when ``timeout_s`` is over, or no engine is left and none comes back.
+        Raises RunFailed when nothing is sampled or scored for ``timeout_s``, or no engine is left and none comes back.
         """
         return [sample for samples in self.collect_in_order(keys, timeout_s) for sample in samples]
 
@@ -115,20 +116,20 @@ class RolloutGroup:
         Raises as :meth:`collect`; ``timeout_s`` is for what is waited here.
         """
         self._sample_lost_again()
-        deadline, left, began = time.monotonic() + timeout_s, deque(keys), False
+        since, left, began = time.monotonic(), deque(keys), False
         while left:
             there: list[TrainingSample] = []
             while left and left[0] in self._done:
                 there.append(self._hand_over(left.popleft()))
             if there or not began:
-                began, handed_over = True, time.monotonic()
+                began = True
                 yield there
-                deadline += time.monotonic() - handed_over  # what is done with them is no waiting
+                since = time.monotonic()  # what is done with them is no waiting
                 continue
             self._refresh()
-            if time.monotonic() > deadline:
+            if time.monotonic() > (deadline := max(since, self._progressed) + timeout_s):
                 missing = sum(key not in self._done for key in left)
-                raise RunFailed(self._describe_delay(f"{missing} samples were not finished and scored", timeout_s))
+                raise RunFailed(self._describe_delay(f"{missing} samples are not finished and scored", timeout_s))
             self._work(deadline)
 
     def take(self, wait_s: float) -> list[TrainingSample]:
@@ -152,15 +153,15 @@ class RolloutGroup:
 
         Waits until there is one; ``together``: until all are. Samples are scored meanwhile, and later. None where all
         engines that are there have the weights; others get them when they are back. Raises RunFailed when
-        ``timeout_s`` is over or no engine is left.
+        nothing is sampled or scored for ``timeout_s`` or no engine is left.
         """
-        deadline = time.monotonic() + timeout_s
+        since = time.monotonic()
         while behind := [e for e in self.present_engines if self._dispatcher.versions.get(e, -1) < self.version]:
             drained = [engine for engine in behind if self._dispatcher.is_drained(engine)]
             if drained and (len(drained) == len(behind) or not together):
                 return drained
-            if time.monotonic() > deadline:
-                raise RunFailed(self._describe_delay("what was requested was not sampled", timeout_s))
+            if time.monotonic() > (deadline := max(since, self._progressed) + timeout_s):
+                raise RunFailed(self._describe_delay("what was requested is not sampled", timeout_s))
             self._work(deadline)
         return []
 
@@ -174,6 +175,7 @@ class RolloutGroup:
         for engine, failure in died.items():
             self.lose(engine, failure)
         for engine, samples in came.items():
+            self._progressed = time.monotonic() if samples else self._progressed
             for sample in samples:
                 if isinstance(sample, GenerationNotice):
                     self._dispatcher.mark_generated(engine, sample.key)
@@ -204,7 +206,7 @@ class RolloutGroup:
         holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
-            f"{failure} within {timeout_s:g} s (rollout.timeout_s); engines "
+            f"{failure}, and none was for {timeout_s:g} s (rollout.timeout_s); engines "
             f"alive: {len(self.working_engines)} of {len(self.group)}; still at work: {', '.join(holding[:3])}{others}"
         )
 

@@ -130,14 +130,15 @@ class Validation:
         length = self.config.rollout.max_response_length
         futures = [self.teachers[teacher_of(p)].submit(GenerateRequest(p.teacher_prompt_ids, length)) for p in prompts]
         limit = self.config.rollout.timeout_s
-        late, deadline = set(futures), time.monotonic() + limit
-        while late and time.monotonic() < deadline:
-            _, late = wait(late, POLL_EVERY_S)
+        late, since = set(futures), time.monotonic()
+        while late and time.monotonic() < since + limit:
+            done, late = wait(late, POLL_EVERY_S)
+            since = time.monotonic() if done else since
             self.rollout.attend(wait_s=0.0)  # a replica that dies meanwhile is started again
         if late:
             raise RunFailed(
-                f"the teacher had not answered {len(late)} of {len(futures)} validation prompts after {limit:g} s "
-                "(rollout.timeout_s)"
+                f"the teacher has not answered {len(late)} of {len(futures)} validation prompts, and none for "
+                f"{limit:g} s (rollout.timeout_s)"
             )
         right = self._rate([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])
         return {"val/accuracy": sum(right) / len(right)}

@@ -241,6 +241,14 @@ def test_what_is_late_ends_on_time_and_is_named(engines: list[Group]) -> None:
     assert len(rollout.collect(rollout.submit(make_requests(2)), timeout_s=60)) == 2
 
 
+def test_a_batch_may_take_any_time_while_it_gets_on(engines: list[Group]) -> None:
+    """As long responses of a large batch on few GPUs do, a second for every four here."""
+    rollout = start(engines, 1)
+    began = time.monotonic()
+    samples = rollout.collect(rollout.submit(make_requests(28)), timeout_s=4.0)
+    assert len(samples) == 28 and time.monotonic() - began > 4.0
+
+
 def test_the_time_of_whoever_takes_samples_is_no_waiting_for_them(engines: list[Group]) -> None:
     """Such as that of a checkpoint, or of an actor whose processes are started again."""
     rollout = start(engines, 1)
