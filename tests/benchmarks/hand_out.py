@@ -45,7 +45,7 @@ def main() -> None:
     for _ in range(options.rounds):
         began = time.perf_counter()
         dispatcher = RequestDispatcher(range(options.engines), len(sample_requests), options.samples)
-        dispatcher.add(sample_requests, order=1)
+        dispatcher.add(sample_requests)
         assignment = dispatcher.hand_out()
         chosen_s = min(chosen_s, time.perf_counter() - began)
         began = time.perf_counter()

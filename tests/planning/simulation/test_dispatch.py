@@ -48,8 +48,8 @@ class Watched(_Simulation):
         new = [sample for sample in self.waiting if key(sample) not in self.queued]
         for sample in new:
             prompt = Prompt(sample.step * 1000 + sample.place // N, np.array([1], np.int32), "")
-            request = SampleRequest(prompt, 0, 0, HowSampled(4), key=key(sample), version=sample.version)
-            self.dispatcher.add([request], order=sample.step)
+            numbers = {"key": key(sample), "order": sample.step, "version": sample.version}
+            self.dispatcher.add([SampleRequest(prompt, 0, 0, HowSampled(4), **numbers)])
         for i, engine in enumerate(self.engines):
             self.dispatcher.join(i, engine.version)
         self.queued |= {key(sample) for sample in new}
