@@ -140,6 +140,15 @@ class ScoringPool(Pool):
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
     heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
+    @model_validator(mode="after")
+    def _heartbeats_come_in_time(self) -> ScoringPool:
+        if self.heartbeat_s >= self.request_timeout_s:
+            raise ValueError(
+                f"heartbeat_s={self.heartbeat_s:g}: heartbeats tell of every step, so it is to be below "
+                f"request_timeout_s={self.request_timeout_s:g}"
+            )
+        return self
+
 
 class Scorer(ScoringPool, Engine, EngineSection):
     """Engines that compute how likely every token of what was sampled is."""
@@ -378,7 +387,7 @@ class Rollout(StudentSampling, Engine, EngineSection):
     )
     n: int = Field(1, ge=1, le=1 << 20, description="samples a prompt (TRL's num_generations)")
     timeout_s: WaitSeconds = Field(
-        1800.0, description="time after which a batch fails of which nothing is sampled or scored"
+        1800.0, description="time without anything sampled or scored after which a batch fails"
     )
     engine_timeout_s: WaitSeconds = Field(
         300.0, description="an engine that has work and makes no forward pass for this time hangs: "

@@ -77,7 +77,7 @@ class ScoringClient(Dispatcher):
         """Wait until every replica that is there has answered a greeting; returns the welcome of each, by address.
 
         A line states which it waits for, where they do not answer at once. Raises ConfigError when one does not fit the
-        student, ScorerUnavailable when one has not answered within ``timeout_s`` (None: the time of one request).
+        student, ScorerUnavailable when one has not answered within ``timeout_s`` (None: request_timeout_s).
         """
         scorer = self._retry_policy.scorer
         timeout_s = self._retry_policy.request_timeout_s if timeout_s is None else timeout_s

@@ -52,6 +52,7 @@ class _ClientQueue:
     handed: int = 0
     acked: int = 0
     chatter: int = 0
+    greeted: bool = False
     moved: float = field(default_factory=time.monotonic)
 
     @property
@@ -88,6 +89,16 @@ class Clients:
         with self._changed:
             if id not in self._clients:
                 self._clients[id] = _ClientQueue(connection)
+
+    def note_greeting(self, id: bytes) -> None:
+        """Note that a client said hello."""
+        with self._changed:
+            self._clients[id].greeted = True
+
+    def has_greeted(self, id: bytes) -> bool:
+        """Return whether a client said hello, and has not gone since."""
+        with self._changed:
+            return self._clients[id].greeted
 
     def forget(self, id: bytes) -> None:
         """Forget a client that has gone: nobody waits for its answers any more."""

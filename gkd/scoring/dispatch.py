@@ -30,6 +30,8 @@ from gkd.scoring.wakeup import Wakeup
 from gkd.types import Array
 
 TICK_MS = 50
+LONGEST_TURN_S = 5.0
+"""Time between two looks at the sockets after which it is this thread that stood still, and no replica."""
 PATIENCE = 10
 """Times ``request_timeout_s`` that one request may take, also while its replica gets on: it is lost then."""
 
@@ -84,6 +86,7 @@ class Dispatcher:
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[PendingRequest] = []  # a heap
         self._end: Exception | None = None
+        self._looked = time.monotonic()
         self._lock, self._wakeup, self._closing = threading.Lock(), Wakeup(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="scoring-client", daemon=True)
         self._thread.start()
@@ -151,6 +154,10 @@ class Dispatcher:
         for replica in self.replicas:
             self._receive(replica)
         now = time.monotonic()
+        if now - self._looked > LONGEST_TURN_S:  # what they did meanwhile is not known
+            for replica in self.replicas:
+                replica.progressed = now
+        self._looked = now
         for replica in self.replicas:
             if not replica.beat(now):
                 self._lose(replica, "stopped answering")
@@ -187,7 +194,7 @@ class Dispatcher:
                 if not self.welcomes[replica.name].done():
                     self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
-                self._lose(replica, "was restarted")
+                self._lose(replica, "was restarted" if body.session else "had lost the connection")
             case wire.Pong():
                 replica.note_steps(body.steps)
             case wire.ScoreReply() | wire.GenerateReply() | wire.RateReply():
@@ -201,7 +208,7 @@ class Dispatcher:
         pending = self._pending.get(body.id)
         if pending is None:
             self.counts["late"] += 1
-            replica.abandoned.discard(body.id)
+            replica.abandoned.pop(body.id, None)
             return
         answer: Any
         if isinstance(body, wire.ScoreReply) and isinstance(pending.request, ScoreRequest):
@@ -241,7 +248,7 @@ class Dispatcher:
             heapq.heappush(self._waiting, pending)
         elif replica.outstanding.pop(body.id, None) is not None and pending is not None:
             self._try_again(pending, f"{body.code}: {body.message}")
-        replica.abandoned.discard(body.id)
+        replica.abandoned.pop(body.id, None)
 
     def _finish(self, pending: PendingRequest) -> None:
         """Forget a request that has ended, wherever it is."""
@@ -269,8 +276,9 @@ class Dispatcher:
             if now - max(its.sent, idle_since) >= limit or now - its.sent >= longest
         ]:
             del replica.outstanding[pending.id]
-            replica.abandoned.add(pending.id)
+            replica.abandoned[pending.id] = pending.sent
             self._try_again(pending, "no answer")
+        replica.abandoned = {id: sent for id, sent in replica.abandoned.items() if now - sent < longest}
 
     def _move_from_suspects(self) -> None:
         """Have others do what suspect replicas were sent, where there are others; the first answer counts.
@@ -282,7 +290,7 @@ class Dispatcher:
         for replica in [replica for replica in self.replicas if replica.suspect]:
             for pending in [its for its in replica.outstanding.values() if not its.moved]:
                 del replica.outstanding[pending.id]
-                replica.abandoned.add(pending.id)
+                replica.abandoned[pending.id] = pending.sent
                 pending.moved, pending.attempts = True, pending.attempts - 1
                 self._try_again(pending, "does nothing")
 

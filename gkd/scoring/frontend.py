@@ -242,9 +242,10 @@ class Frontend:
             body, arrays = wire.decode(frame, wire.MAX_REQUEST_HEADER_BYTES)
             match body:
                 case wire.Hello():
+                    self._clients.note_greeting(client)
                     return self._welcome()
                 case wire.Ping():
-                    return wire.Pong(self.session, self.n_steps)
+                    return wire.Pong(self.session if self._clients.has_greeted(client) else "", self.n_steps)
                 case wire.ScoreMessage() | wire.GenerateMessage() | wire.RateMessage():
                     id = body.id
                     request = wire.decode_request(body, arrays)

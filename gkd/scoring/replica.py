@@ -72,8 +72,8 @@ class Replica:
         self.busy_until = 0.0
         self.welcome: wire.Welcome | None = None
         self.outstanding: dict[int, PendingRequest] = {}
-        # Requests that were given up here, and that the server may still be working on.
-        self.abandoned: set[int] = set()
+        # Requests that were given up here, and that the server may still be working on; when they were sent, by id.
+        self.abandoned: dict[int, float] = {}
         self.out_since = self.progressed = time.monotonic()
         self.expected_until = 0.0  # time.monotonic; it is being started until then
         self._missed, self._heard, self._next_beat, self._steps = 0, True, 0.0, 0

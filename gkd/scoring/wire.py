@@ -74,10 +74,13 @@ class Ping(Body, frozen=True):
 
 
 class Pong(Body, frozen=True):
-    """The answer, sent also while the engine is busy. ``steps``: of the engine so far, by which one sees it get on."""
+    """The answer, sent also while the engine is busy. ``steps``: of the engine so far, by which one sees it get on.
+
+    ``session`` is empty for a connection that sent no Hello: requests that came on an earlier one are not known on it.
+    """
 
     session: _Text
-    steps: _Count
+    steps: _Id
 
 
 class ScoreMessage(Body, frozen=True, tag="score"):

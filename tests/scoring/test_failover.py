@@ -84,6 +84,39 @@ def test_requests_wait_their_turn_while_the_replica_gets_on(
     assert not client.counts["retried"]
 
 
+class Endless(TableEngine):
+    """Steps and finishes nothing."""
+
+    def step(self) -> Any:
+        time.sleep(0.01)
+        return []
+
+
+def test_every_request_ends_where_an_engine_steps_and_finishes_nothing(serve: Serve, connect: Connect) -> None:
+    client = connect(serve(Endless(capacity=2)).server.address, request_timeout_s=0.2, heartbeat_s=0.05, max_attempts=2)
+    client.connect(30)
+    futures = [client.submit(a_score(i)) for i in range(6)]
+    assert all(isinstance(future.exception(60), ScorerUnavailable) for future in futures)
+
+
+def test_the_clients_own_stall_is_not_the_replicas(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the process has no time on its cores for a while: what replicas did then is not known."""
+    monkeypatch.setattr("gkd.scoring.dispatch.LONGEST_TURN_S", 0.5)
+    address = serve(Stepping(capacity=1)).server.address
+    client = connect(address, request_timeout_s=0.5, heartbeat_s=0.1, max_attempts=1)
+    client.connect(30)
+    poll, stalls = client._poll, [1.0]
+
+    def stall() -> None:
+        poll()
+        time.sleep(stalls.pop() if client.replicas[0].outstanding and stalls else 0.0)
+
+    monkeypatch.setattr(client, "_poll", stall)
+    assert all_right([client.submit(a_score())]) and not stalls
+
+
 def test_a_server_restarted_between_two_heartbeats_is_noticed(serve: Serve, connect: Connect) -> None:
     first = serve(TableEngine(delay_s=0.5))
     client = connect(first.server.address, heartbeat_s=1.0, request_timeout_s=30.0)
@@ -367,7 +400,7 @@ def test_a_replica_that_was_too_busy_costs_no_attempt() -> None:
     dispatcher: Any = object.__new__(Dispatcher)
     dispatcher._retry_policy, dispatcher.counts = RetryPolicy(60.0, max_attempts=2, heartbeat_s=1.0), Counter()
     dispatcher._pending, dispatcher._waiting = {1: pending}, []
-    replica: Any = SimpleNamespace(address="tcp://here", outstanding={}, abandoned=set(), busy_until=0.0)
+    replica: Any = SimpleNamespace(address="tcp://here", outstanding={}, abandoned={}, busy_until=0.0)
     dispatcher.replicas = [replica]
     for code in ("busy", "busy", "busy", "engine"):
         replica.outstanding[1], pending.replica, pending.attempts = pending, replica, pending.attempts + 1
@@ -386,7 +419,7 @@ def a_dispatcher(*pending: PendingRequest) -> Any:
         SimpleNamespace(
             address=name,
             outstanding={},
-            abandoned=set(),
+            abandoned={},
             progressed=0.0,
             limits=limits,
             welcome=True,
@@ -406,7 +439,7 @@ def test_what_a_replica_did_not_answer_counts_as_its_load_until_it_answers_somet
     replica.outstanding = {1: late, 2: answered}
     late.sent, answered.sent, late.attempts = 5.0, 50.0, 1
     dispatcher._expire(replica, 70.0)
-    assert (replica.abandoned, list(replica.outstanding), dispatcher._waiting) == ({1}, [2], [late])
+    assert (replica.abandoned, list(replica.outstanding), dispatcher._waiting) == ({1: 5.0}, [2], [late])
     dispatcher._accept_answer(replica, wire.RateReply(2, 0.5), [])
     assert answered.future.result(0) == 0.5 and not replica.abandoned
 
@@ -421,6 +454,7 @@ def test_a_request_is_lost_after_ten_times_its_time_though_the_replica_gets_on()
     assert replica.outstanding and not dispatcher._waiting
     dispatcher._expire(replica, 600.0)
     assert not replica.outstanding and dispatcher._waiting == [pending]
+    assert not replica.abandoned  # or it would have no room for it, ever
 
 
 def test_a_request_goes_to_another_replica_than_the_last_time_where_there_is_one() -> None:
@@ -453,9 +487,9 @@ def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_
     replica = Replica(address, zmq.Context(), KEY, 1.0, 4, 1 << 20, "teacher")
     try:
         replica.welcome = wire.Welcome(wire.PROTOCOL, "s", "table", "hash", VOCABULARY, 32, 100, 8)
-        replica.abandoned = {1, 2, 3}
+        replica.abandoned = dict.fromkeys((1, 2, 3), 0.0)
         assert replica.has_room
-        replica.abandoned.add(4)
+        replica.abandoned[4] = 0.0
         assert not replica.has_room
         replica.reset(0.0)
         assert replica.load == 0

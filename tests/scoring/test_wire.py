@@ -34,7 +34,7 @@ messages = st.one_of(
     st.builds(wire.Hello, counts),
     st.builds(wire.Welcome, counts, text, text, text, counts, counts, counts, counts, st.none() | renderings),
     st.builds(wire.Ping),
-    st.builds(wire.Pong, text, counts),
+    st.builds(wire.Pong, text, ids),
     st.builds(wire.Error, st.none() | ids, st.sampled_from(["expired", "engine", "busy"]), text),
 )
 

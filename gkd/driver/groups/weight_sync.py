@@ -67,8 +67,8 @@ class WeightSync:
         were waited for engines.
 
         Each samples what ``request`` submits as soon as it has them, whatever the others still sample; those of a
-        collective transfer, which receive together, once all are drained. Raises as :meth:`push`, and when an engine
-        has not sampled for ``rollout.timeout_s``.
+        collective transfer, which receive together, once all are drained. Raises as :meth:`push`, and when
+        nothing is sampled or scored for ``rollout.timeout_s``.
         """
         self.rollout.version = self.actor.version
         waited, requested = 0.0, False
