@@ -269,12 +269,10 @@ class Dispatcher:
     def _expire(self, replica: Replica, now: float) -> None:
         """Give up what a replica has had for too long while it got on with nothing: what waits there waits its turn."""
         limit, longest = self._retry_policy.request_timeout_s, self._retry_policy.longest_s
-        idle_since = replica.progressed
-        for pending in [
-            its
-            for its in replica.outstanding.values()
-            if now - max(its.sent, idle_since) >= limit or now - its.sent >= longest
-        ]:
+        is_idle = now - replica.progressed >= limit
+        for pending in list(replica.outstanding.values()):
+            if now - pending.sent < (limit if is_idle else longest):
+                continue
             del replica.outstanding[pending.id]
             replica.abandoned[pending.id] = pending.sent
             self._try_again(pending, "no answer")

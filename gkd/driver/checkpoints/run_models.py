@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,7 @@ def models_of_run(run: Path, config: Config) -> RunModels:
         log.warning("%s is damaged and left out: %s", path, why)
     base = next((saved.model for saved in intact), None) or find_files(config, log.info)[0]
     base = check_causal_lm(base, "the model that was trained")
-    for saved in intact:
-        _require_base(saved, base)
+    _require_base(intact, base)
     its = fingerprint(base)
     further = [
         FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved, base))
@@ -74,14 +73,16 @@ def _sum(model: str, saved: SavedCheckpoint) -> str:
     return hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _require_base(saved: SavedCheckpoint, base: str) -> None:
-    """Raise ConfigError unless ``base`` holds the weights that a checkpoint's run began with; earlier ones do not say.
+def _require_base(checkpoints: Sequence[SavedCheckpoint], base: str) -> None:
+    """Raise ConfigError unless ``base`` holds the weights that a run began with; earlier checkpoints do not say.
 
-    An adapter in the checkpoint is laid over them.
+    An adapter in a checkpoint is laid over them.
     """
-    own = saved.data.get("model.path")
-    if own is not None and fingerprint_weights(base) != own:
-        raise ConfigError(f"model.path: {base} has other weights by now than those that {saved.path} was trained from")
+    stated = {saved.path: saved.data["model.path"] for saved in checkpoints if "model.path" in saved.data}
+    its = fingerprint_weights(base) if stated else ""
+    for path, own in stated.items():
+        if own != its:
+            raise ConfigError(f"model.path: {base} has other weights by now than those that {path} was trained from")
 
 
 def _read(saved: SavedCheckpoint, base: str) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +133,7 @@ def export(saved: SavedCheckpoint, out: Path, unfinished: Path) -> None:
 
     base = check_causal_lm(saved.model, "the model that was trained")
     if _lora(saved).r is not None:
-        _require_base(saved, base)
+        _require_base([saved], base)
     student = _load_student(saved, base)
     new = unfinished / "model"
     try:

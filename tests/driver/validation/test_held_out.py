@@ -174,6 +174,27 @@ def test_replicas_are_watched_while_the_teacher_answers(monkeypatch: pytest.Monk
     assert set(attended) == {0.0}  # without waiting: answers are what is waited for
 
 
+def test_the_teacher_may_take_any_time_while_answers_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More in all than a batch has without anything sampled; then it is told how many are missing."""
+    monkeypatch.setattr("gkd.driver.validation.held_out.POLL_EVERY_S", 0.2)
+    answers = [Future[Any]() for _ in range(7)]
+    left, futures = answers[:6], iter(answers)
+
+    def attend(wait_s: float) -> None:
+        if left:
+            left.pop().set_result(np.array([5], np.int32))
+
+    config = load({"data": {"val_limit": 7}, "rollout": {"timeout_s": 0.9}})
+    engines = SimpleNamespace(attend=attend, colocation=SimpleNamespace(wake_engines=lambda: None))
+    inputs = SimpleNamespace(
+        val=SimpleNamespace(prompts=prompts(*"aaaaaaa")), tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9)
+    )
+    teacher = SimpleNamespace(submit=lambda request: next(futures))
+    validation = Validation(config, inputs, engines, None, {"teacher": teacher})  # type: ignore[arg-type, dict-item]
+    with pytest.raises(RunFailed, match=r"\b1 of 7 .*0\.9 s"):
+        validation.teacher()
+
+
 def test_the_teachers_answer_ends_at_the_texts_that_end_the_students() -> None:
     """It is asked without them, and goes on to the next question."""
     answer: Future[Any] = Future()
