@@ -283,7 +283,7 @@ CALLED: dict[str, dict[str, tuple[Worker, ...]]] = {
     "actor/group.py": {"": (ACTOR,)},
     "actor/ranks.py": {"": (ACTOR,)},
     "cluster/health/heartbeat.py": {"": (ROLLOUT, SCORER)},
-    "cluster/workers/group.py": {"": (ACTOR, ROLLOUT, SCORER)},
+    "cluster/workers/reports.py": {"": (ACTOR, ROLLOUT, SCORER)},
     "driver/groups/engines.py": {"engines": (ROLLOUT, SCORER), "worker": (ROLLOUT,)},
     "driver/groups/scorers.py": {"": (SCORER,)},
     "driver/groups/weight_sync.py": {

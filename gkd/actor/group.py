@@ -11,7 +11,7 @@ from gkd.actor.batches import balance_over_ranks, combine_mini_batches
 from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Attend, Group, PendingCall, gather, is_any_done, is_done, read_outcome
+from gkd.cluster.workers.group import Attend, Deadline, Group, PendingCall, gather, is_any_done, is_done, read_outcome
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory
 from gkd.types import TrainingSample
@@ -210,17 +210,21 @@ class ActorGroup(ActorRanks):
                 self.wait_for_chunks()
 
     def _gather(self, calls: Sequence[PendingCall]) -> list[list[Any]]:
-        """Wait for calls, which the ranks answer one after the other, within trainer.update_timeout_s for all."""
-        deadline = time.monotonic() + self.config.trainer.update_timeout_s
+        """Wait for calls, which the ranks answer one after the other, as long as they begin micro-batches.
+
+        Raises RunFailed where no rank has begun one for ``trainer.update_timeout_s``.
+        """
+        limit = self.config.trainer.update_timeout_s
+        deadline = Deadline(limit, self.measure_idle, "trainer.update_timeout_s")
         beside, self.beside = self.beside, None
         if beside is not None:
             beside()
             del beside  # what it holds
         for call in calls:
             # The first rank that is done, or has failed, is enough: the others are with it or wait for it.
-            while self.meanwhile is not None and not is_any_done(call) and time.monotonic() < deadline:
+            while self.meanwhile is not None and not is_any_done(call) and not deadline.is_over():
                 self.meanwhile(call.refs)
-        return gather(calls, max(0.0, deadline - time.monotonic()))
+        return gather(calls, deadline)
 
     def _shrink(self, failure: OutOfMemory) -> None:
         """Start the ranks again with smaller micro-batches, in which they accumulate a step's chunks again.

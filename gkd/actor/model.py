@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -44,6 +46,8 @@ class Student(nn.Module):
         """How its layers are compiled."""
         self.copies: ComputeCopies | None = None
         """What it computes with, where one rank holds it whole, and its weights are of another type."""
+        self.began = -math.inf
+        """The latest micro-batch (``time.monotonic``)."""
 
     @property
     def is_packed(self) -> bool:
@@ -54,6 +58,7 @@ class Student(nn.Module):
         self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], ObjectiveResult]
     ) -> ObjectiveResult:
         """Evaluate ``objective(hidden [N, D], head)`` on the hidden states that predict the N response tokens."""
+        self.began = time.monotonic()
         hidden = self.compute_hidden(micro)[micro.rows]
         head = self.head.linear(hidden) or self.head
         if self.compilation is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,10 @@ class RankState:
     def read_applied(self) -> AppliedUpdate | None:
         """Return the step that the weights are of; None in the middle of one."""
         return self._staging.applied
+
+    def measure_idle(self) -> float:
+        """Return seconds since this rank began a micro-batch; infinite before its first."""
+        return time.monotonic() - self._student.began
 
     def keep(self) -> RankSnapshot:
         """Return what a new process in place of this one needs; also while this rank waits in a collective."""

@@ -105,6 +105,12 @@ class ActorRanks:
             return False
         return True
 
+    def measure_idle(self) -> float:
+        """Return seconds since any rank began a micro-batch; infinite where none that answers ever did."""
+        call = self.group.submit_control("state.measure_idle", activity="reporting what it does")
+        (answers,) = gather([call], ANSWERS_S, keep_deaths=True, keep_late=True)
+        return min((its for its in answers if isinstance(its, float)), default=math.inf)
+
     def read_applied(self) -> AppliedUpdate:
         """Return the step that the weights of all ranks are of, whatever these are doing.
 

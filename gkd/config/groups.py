@@ -331,7 +331,9 @@ class Trainer(ValidationSettings, Pool, OpenSections):
     output_dir: str | None = Field(
         None, description="where the run writes; null: outputs/RECIPE/DATE_TIME (verl: default_local_dir)"
     )
-    update_timeout_s: WaitSeconds = Field(1800.0, description="time one update of the actor may take")
+    update_timeout_s: WaitSeconds = Field(
+        1800.0, description="time in which the actor, at an update, may begin no micro-batch before the run ends"
+    )
     trackers: Annotated[EntryNames, AfterValidator(_require_distinct)] = Field(
         [],
         description="where metrics go besides metrics.jsonl (TRL's report_to, verl's logger): tensorboard, wandb and "

@@ -16,7 +16,7 @@ import numpy as np
 from gkd.types import TrainingSample
 
 if TYPE_CHECKING:
-    from gkd.cluster.workers.group import WorkerReport
+    from gkd.cluster.workers.reports import WorkerReport
 
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""

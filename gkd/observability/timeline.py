@@ -26,7 +26,7 @@ from gkd.durable import reason, replace
 from gkd.types import TrainingSample
 
 if TYPE_CHECKING:
-    from gkd.cluster.workers.group import WorkerReport
+    from gkd.cluster.workers.reports import WorkerReport
 
 log = logging.getLogger("gkd")
 

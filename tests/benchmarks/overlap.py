@@ -43,7 +43,8 @@ import ray
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.aggregation import Totals
 from gkd.cluster.workers.activity import record_activity, report_here
-from gkd.cluster.workers.group import Group, WorkerReports, gather
+from gkd.cluster.workers.group import Group, gather
+from gkd.cluster.workers.reports import WorkerReports
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.data.model_info import ModelInfo

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gkd.cluster.workers.activity import Activity, ActivitySpan, record_activity
-from gkd.cluster.workers.group import WorkerReport
+from gkd.cluster.workers.reports import WorkerReport
 from gkd.observability.metrics import stage_metrics
 from gkd.observability.page.run import read_spans
 from gkd.observability.timeline import StepStages, Timeline

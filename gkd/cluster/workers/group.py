@@ -22,13 +22,35 @@ from gkd.cluster.workers.worker import end_family
 from gkd.errors import ControlLost, RunFailed
 
 log = logging.getLogger("gkd")
-REPORT_TIMEOUT_S = 5.0
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
 POLL_EVERY_S = 1.0
 """How often a wait looks whether Ray's control service is there."""
 GET_S = 20.0
 """How often it looks while it gets a result, which may be large and would be begun anew."""
+
+
+class Deadline:
+    """The time that a wait has: ``limit_s`` from now, and from when anything was last done for it.
+
+    ``idle_s`` returns the seconds since then, and is called when the time is over; None: nobody knows. ``setting`` is
+    what it comes from, for messages.
+    """
+
+    def __init__(self, limit_s: float, idle_s: Callable[[], float] | None = None, setting: str = "") -> None:
+        self.limit_s, self._idle_s, self._setting = limit_s, idle_s, setting
+        self.end = time.monotonic() + limit_s
+        """When it is over, as far as is known."""
+
+    def is_over(self) -> bool:
+        """Return whether the time is over, also after a look at what was done meanwhile."""
+        if self._idle_s is not None and time.monotonic() >= self.end:
+            self.end = time.monotonic() + self.limit_s - self._idle_s()
+        return time.monotonic() >= self.end
+
+    def __str__(self) -> str:
+        over = "not done after" if self._idle_s is None else "nothing was done for"
+        return f"{over} {self.limit_s:g} s{f' ({self._setting})' if self._setting else ''}"
 
 
 @dataclass(frozen=True)
@@ -168,7 +190,7 @@ def kill_worker(pid: int) -> None:
 
 
 def gather(
-    calls: Sequence[PendingCall], timeout_s: float, *, keep_deaths: bool = False, keep_late: bool = False
+    calls: Sequence[PendingCall], timeout_s: float | Deadline, *, keep_deaths: bool = False, keep_late: bool = False
 ) -> list[list[Any]]:
     """Wait for calls of any number of groups; results per call, in rank order.
 
@@ -178,24 +200,24 @@ def gather(
     answered in time with ``keep_late`` its WorkerHung. Raises ControlLost when the time that Ray leaves a run without
     its control service is over.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline(timeout_s)
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     services = {call.service for call in calls if call.service is not None}
     results: dict[Any, Any] = {}
     waiting = list(owner)
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_poll(deadline))
-        if not ready and time.monotonic() < deadline:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_poll(deadline.end))
+        if not ready and not deadline.is_over():
             _require_time(services)
             continue
         if not ready:
             if not keep_late:
-                raise RunFailed(_timeout_text(calls, set(waiting), owner, timeout_s))
-            results |= {ref: WorkerHung(_timeout_text(calls, {ref}, owner, timeout_s)) for ref in waiting}
+                raise RunFailed(_timeout_text(calls, set(waiting), owner, deadline))
+            results |= {ref: WorkerHung(_timeout_text(calls, {ref}, owner, deadline)) for ref in waiting}
             break
         for ref in ready:
             try:
-                results[ref] = _get(ref, deadline, services)
+                results[ref] = _get(ref, deadline.end, services)
             except ControlLost:
                 raise
             except Exception as error:  # whatever it is, it is raised with the worker's name
@@ -239,13 +261,13 @@ def wait(call: PendingCall, timeout_s: float) -> None:
     What went wrong, if anything did, is raised where the references are used. Raises RunFailed after ``timeout_s``, and
     ControlLost as :func:`gather` does.
     """
-    deadline, late = time.monotonic() + timeout_s, list(call.refs)
+    deadline, late = Deadline(timeout_s), list(call.refs)
     while late:
-        left = _seconds_to_next_poll(deadline)
+        left = _seconds_to_next_poll(deadline.end)
         _, late = ray.wait(late, num_returns=len(late), timeout=left, fetch_local=False)
-        if late and time.monotonic() >= deadline:
+        if late and deadline.is_over():
             owner = dict(zip(call.refs, call.workers, strict=True))
-            raise RunFailed(_timeout_text([call], set(late), owner, timeout_s))
+            raise RunFailed(_timeout_text([call], set(late), owner, deadline))
         if call.service is not None:
             call.service.require_time()
 
@@ -309,68 +331,11 @@ def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDi
     return None
 
 
-def _timeout_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], timeout_s: float) -> str:
+def _timeout_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], over: Deadline) -> str:
     activity = "; ".join(call.activity for call in calls if waiting & set(call.refs))
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""
-    return f"{activity}: not done after {timeout_s:g} s, still waiting for {', '.join(late[:3])}{others}"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """A worker's report between the driver's times ``sent`` and ``received``, seconds since 1970."""
-
-    worker: Report
-    sent: float
-    received: float
-    contents: dict[str, Any]
-
-
-class WorkerReports:
-    """Reads the reports of a run's workers, of whoever of them answers at once.
-
-    One that does not is named once, and not waited for again until it has answered.
-    """
-
-    def __init__(self) -> None:
-        self._late: dict[Any, Any] = {}  # what a worker has not answered yet, by worker
-        self._named: set[Any] = set()
-
-    def read(self, groups: Sequence[Group]) -> list[WorkerReport]:
-        """Return the report of every worker that answers within :data:`REPORT_TIMEOUT_S`."""
-        reports = {worker: r for g in groups for worker, r in zip(g.workers, g.reports, strict=True)}
-        sent = time.time()
-        calls = {worker: worker.control.remote("report") for worker in reports if not self._is_unanswered(worker)}
-        refs = list(calls.values())
-        ready = set(ray.wait(refs, num_returns=len(refs), timeout=REPORT_TIMEOUT_S)[0]) if refs else set()
-        received, answers = time.time(), []
-        for worker, ref in calls.items():
-            if ref not in ready:
-                self._late[worker] = ref
-                self._name(worker, reports[worker])
-            elif (contents := _answer(ref)) is not None:
-                answers.append(WorkerReport(reports[worker], sent, received, contents))
-        return answers
-
-    def _is_unanswered(self, worker: Any) -> bool:
-        """Return whether an earlier call has not been answered."""
-        if worker in self._late and ray.wait([self._late[worker]], timeout=0)[0]:
-            del self._late[worker]
-        return worker in self._late
-
-    def _name(self, worker: Any, who: Report) -> None:
-        if worker not in self._named:
-            self._named.add(worker)
-            log.warning("%s does not report how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
-
-
-def _answer(ref: Any) -> dict[str, Any] | None:
-    """Return what a worker reports; None of one that has died."""
-    try:
-        contents: dict[str, Any] = ray.get(ref, timeout=1.0)
-    except RayError:  # it died, which is noticed where it is needed
-        return None
-    return contents
+    return f"{activity}: {over}, still waiting for {', '.join(late[:3])}{others}"
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, activity: str) -> list[Any]:

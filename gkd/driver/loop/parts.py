@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.workers.group import WorkerReport, WorkerReports
+from gkd.cluster.workers.reports import WorkerReport, WorkerReports
 from gkd.config.device import Device
 from gkd.data.model_info import ModelInfo
 from gkd.data.stream import PromptStream

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gkd.cluster.workers.activity import ActivitySpan
-from gkd.cluster.workers.group import WorkerReport
+from gkd.cluster.workers.reports import WorkerReport
 from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.planning.measured.busy import MOST_PACES, busy_by_step, busy_seconds, paces_of

@@ -23,7 +23,8 @@ from gkd.cluster.health.heartbeat import Heartbeat
 from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.session import reaper
 from gkd.cluster.session.port import free_port
-from gkd.cluster.workers.group import Group, WorkerReports, gather
+from gkd.cluster.workers.group import Group, gather
+from gkd.cluster.workers.reports import WorkerReports
 from gkd.cluster.workers.reserve import RemoteWorker
 from gkd.config import Config, load
 from gkd.config.schedule import Schedule
