@@ -11,7 +11,7 @@ from contextlib import suppress
 from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.environment import environment
-from gkd.cluster.workers.group import Attend, Group, PendingCall, attend_until_done, gather, is_done, wait
+from gkd.cluster.workers.group import Attend, Deadline, Group, PendingCall, attend_until_done, gather, is_done, wait
 from gkd.config import Config
 from gkd.errors import RunFailed
 
@@ -58,7 +58,8 @@ class ActorRanks:
         limit = self.config.cluster.start_timeout_s
         host, port = self.group.select([0]).call("open_store", timeout_s=limit, activity="opening the rendezvous")[0]
         self.group.call("join", host, port, timeout_s=limit, activity="meeting the other ranks")
-        n_parameters: list[int] = self.group.call("load", timeout_s=limit, activity="loading the student")
+        activity = "loading the student (cluster.start_timeout_s)"
+        n_parameters: list[int] = self.group.call("load", timeout_s=limit, activity=activity)
         self._loaded = True
         return n_parameters[0]
 
@@ -149,14 +150,15 @@ class ActorRanks:
         """Go on with what the ranks wrote after ``step``, in whatever number they were."""
         self.colocation.onload_actor()
         limit = self.config.trainer.save_timeout_s
-        self.group.call("state.load", files, step, timeout_s=limit, activity="reading the checkpoint")
+        activity = "reading the checkpoint (trainer.save_timeout_s)"
+        self.group.call("state.load", files, step, timeout_s=limit, activity=activity)
         self.version = step
 
     def save(self, directory: str, attend: Attend | None = None) -> None:
         """Write the student in Hugging Face format; ``attend`` is called meanwhile (:func:`attend_until_done`)."""
         self.colocation.onload_actor()
-        deadline = time.monotonic() + self.config.trainer.save_timeout_s
-        call = self.group.submit("state.save", directory, activity="writing the student")
+        deadline = Deadline(self.config.trainer.save_timeout_s)
+        call = self.group.submit("state.save", directory, activity="writing the student (trainer.save_timeout_s)")
         if attend is not None:
-            attend_until_done(call, deadline - time.monotonic(), attend)
-        gather([call], max(0.0, deadline - time.monotonic()))
+            attend_until_done(call, deadline.limit_s, attend)
+        gather([call], deadline)

@@ -118,7 +118,7 @@ class Group:
             if environment:
                 worker.set_environment.remote(dict(environment))  # same thread, so done before the build
             refs.append(worker.build.remote(target, *args))
-        return self.as_pending(f"starting {target.partition(':')[2]}", refs)
+        return self.as_pending(f"starting {target.partition(':')[2]} (cluster.start_timeout_s)", refs)
 
     def call(self, method: str, *args: Any, timeout_s: float, activity: str | None = None, **kwargs: Any) -> list[Any]:
         """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""

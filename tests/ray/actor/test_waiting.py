@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -29,13 +29,17 @@ def slow(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     settings = load(
         {
             "actor": {"max_tokens_per_micro_batch": 1},
-            "trainer": {"total_steps": 10, "update_timeout_s": LIMIT_S},
+            "trainer": {"total_steps": 10, "update_timeout_s": LIMIT_S, "save_timeout_s": LIMIT_S},
             "cluster": {"cpu_threads": 1},
         }
     )
     with actor_of(str(directory), 2, settings) as actor:
         ray.get([worker.__ray_call__.remote(delay, SLOW_S) for worker in actor.group.workers], timeout=60)
         yield actor
+
+
+def attend(refs: Sequence[Any]) -> None:
+    ray.wait(list(refs), timeout=0.1)
 
 
 def delay(worker: Any, seconds: float) -> None:
@@ -46,7 +50,7 @@ def delay(worker: Any, seconds: float) -> None:
 def test_an_update_that_goes_on_takes_longer_than_its_limit(slow: ActorGroup, streams: bool) -> None:
     batch, began = put(models.scored(12)), time.monotonic()
     if streams:
-        slow.meanwhile = lambda refs: ray.wait(list(refs), timeout=0.1) and None
+        slow.meanwhile = attend
         slow.accumulate([batch[:6], batch[6:]])
         slow.apply(2)
         slow.meanwhile = None
@@ -62,3 +66,6 @@ def test_a_rank_that_hangs_in_a_micro_batch_is_found_when_the_time_is_over(slow:
         slow.update(put(models.scored(4)), 3)
     assert contains_in_order(str(failure.value), f"{LIMIT_S:g} s", "trainer.update_timeout_s", "actor rank")
     assert time.monotonic() - began >= LIMIT_S
+    with pytest.raises(RunFailed) as failure:
+        slow.save("unused", attend)  # behind it
+    assert contains_in_order(str(failure.value), "trainer.save_timeout_s", f"{LIMIT_S:g} s", "actor rank")
