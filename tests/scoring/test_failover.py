@@ -67,8 +67,8 @@ class Stepping(TableEngine):
 
     def step(self) -> Any:
         self.n_steps = getattr(self, "n_steps", 0) + 1
-        if self.n_steps % 30:
-            time.sleep(0.05)
+        if self.n_steps % 20:
+            time.sleep(0.04)
             return []
         return super().step()
 
@@ -80,7 +80,7 @@ def test_requests_wait_their_turn_while_the_replica_gets_on(
     """However long those take that it has, as where a large teacher scores long responses."""
     client = connect(serve(engine).server.address, request_timeout_s=0.5, heartbeat_s=0.1)
     client.connect(30)
-    assert all_right([client.submit(a_score(i)) for i in range(2 * engine.limits.capacity + 2)])
+    assert all_right([client.submit(a_score(i)) for i in range(engine.limits.capacity + 2)])
     assert not client.counts["retried"]
 
 
@@ -92,7 +92,10 @@ class Endless(TableEngine):
         return []
 
 
-def test_every_request_ends_where_an_engine_steps_and_finishes_nothing(serve: Serve, connect: Connect) -> None:
+def test_every_request_ends_where_an_engine_steps_and_finishes_nothing(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.scoring.dispatch.PATIENCE", 2)
     client = connect(serve(Endless(capacity=2)).server.address, request_timeout_s=0.2, heartbeat_s=0.05, max_attempts=2)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(6)]
