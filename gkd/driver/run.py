@@ -24,12 +24,12 @@ from gkd.config.overrides import shell_override
 from gkd.config.validating import require_figures
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
-from gkd.driver.checkpoints.resume import cut, forget_best_after
+from gkd.driver.checkpoints.resume import cut, forget_best_after, require_same_data
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.inputs.find import Inputs, with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.loop.train import train
-from gkd.driver.startup import start, with_transfer
+from gkd.driver.startup import System, start, with_transfer
 from gkd.driver.validation.best import BestModel
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.driver.validation.final_scores import SetScores, write_scores
@@ -109,12 +109,15 @@ def _drive(
         progress.show_status("loading models")
         system = start(config, inputs, placement)
         system.parts.rollout.queue_file = QueueFile(output / ENGINES)
+        external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
+        fingerprints = inputs.fingerprints(config)
+        if external:
+            fingerprints |= _fingerprint_served(system, saved)
         first = 0 if saved is None else _forget_after(saved, output)
         with MetricsLog(output / METRICS, trackers, events, on_step) as metrics, JsonLines(output / SAMPLES) as sampled:
             samples = SampleLog(sampled, config, inputs.tokenizer, trackers)
-            checkpoints = Checkpoints(requested, output, started_s, inputs.fingerprints(config), first)
+            checkpoints = Checkpoints(requested, output, started_s, fingerprints, first)
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
-            external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
             scorer = "teacher" if external else "rewards"
             timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first, scorer)
             stop = EarlyStop(config.trainer.stop_early, output / METRICS)
@@ -133,6 +136,14 @@ def _drive(
         for client in system.teachers.values():
             client.close()
     return summary, checkpoints, best
+
+
+def _fingerprint_served(system: System, saved: SavedCheckpoint | None) -> dict[str, str]:
+    """Return what a served teacher is known by; raises ConfigError where the checkpoint was made with another one."""
+    served = {"teacher.server_ip": system.teachers["teacher"].weights}
+    if saved is not None:
+        require_same_data(saved, served)
+    return served
 
 
 def _forget_after(saved: SavedCheckpoint, output: Path) -> int:

@@ -69,6 +69,7 @@ class ScoringClient(Dispatcher):
         self._tokenizer_hash, self._top_k = tokenizer_hash, top_k
         self._max_length, self._vocabulary = max_length, vocabulary
         self._ids, self._absent = count(), frozenset(absent)
+        self._known: tuple[str, str] | None = None  # where weights were named first, and what they are known by
         retry_policy = RetryPolicy(request_timeout_s, max_attempts, heartbeat_s, scorer)
         largest = wire.largest_reply(max_length or MOST_TOKENS, min(top_k, vocabulary or MOST_IDS))
         super().__init__(list(dict.fromkeys(addresses)), key, retry_policy, n_clients, largest)
@@ -97,6 +98,11 @@ class ScoringClient(Dispatcher):
                     "cannot be reached, has another key, or is no gkd serve-teacher"
                 ) from None
         return welcomes
+
+    @property
+    def weights(self) -> str:
+        """What the model's weights are known by, once a replica has answered; empty where servers say nothing of it."""
+        return "" if self._known is None else self._known[1]
 
     @overload
     def submit(self, request: ScoreRequest, order: tuple[float, int] = ...) -> Future[Target]: ...
@@ -134,6 +140,10 @@ class ScoringClient(Dispatcher):
                 f"the tokenizers of student and {scorer} differ: the student's has hash "
                 f"{self._tokenizer_hash[:16]}, that of {them} {welcome.tokenizer_hash[:16]}"
             )
+        first, weights = self._known = self._known or (address, welcome.weights)
+        if weights != welcome.weights:
+            before = "before" if first == address else f"the one at {first}"
+            raise ConfigError(f"{them} has other weights than {before}: a {scorer} is one model, in all its replicas")
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
         if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
             raise ConfigError(

@@ -37,8 +37,8 @@ GRACE_S = 0.2
 class Frontend:
     """Binds ``host:port`` (port 0: a free one, chosen by the bind) and answers for an engine with ``limits``.
 
-    ``rendering``: how the engine's model is prompted, for clients that compare it. Raises ConfigError when the
-    address cannot be bound.
+    ``rendering``: how the engine's model is prompted, for clients that compare it, and ``weights``: what its weights
+    are known by (:func:`gkd.data.model_info.fingerprint_weights`). Raises ConfigError when the address cannot be bound.
     """
 
     def __init__(
@@ -50,12 +50,13 @@ class Frontend:
         key: Key,
         client_limits: ClientLimits,
         rendering: Rendering | None,
+        weights: str,
     ) -> None:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
         self.n_steps = 0
         """Of the engine so far."""
-        self._rendering = rendering
+        self._rendering, self._weights = rendering, weights
         self._clients = Clients(client_limits, self._reject_expired)
         # Who gets it, the message, and the job that the engine took where it is the answer to one.
         self._outgoing: deque[tuple[bytes, bytes, QueuedRequest | None]] = deque()
@@ -266,6 +267,7 @@ class Frontend:
         return wire.Welcome(
             wire.PROTOCOL, self.session, limits.model, self.tokenizer_hash,
             limits.vocabulary, limits.max_top_k, limits.max_length, limits.capacity, self._rendering,
+            self._weights,
         )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ class ScoringServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
     Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
-    Whoever has ``key`` is served, within ``client_limits``; ``rendering`` is part of the handshake. Raises ConfigError
-    where the address cannot be bound.
+    Whoever has ``key`` is served, within ``client_limits``; ``rendering`` and ``weights`` are part of the handshake
+    (:class:`Frontend`). Raises ConfigError where the address cannot be bound.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class ScoringServer:
         *,
         client_limits: ClientLimits = ClientLimits(),  # noqa: B008 (it cannot change)
         rendering: Rendering | None = None,
+        weights: str = "",
     ) -> None:
         self._engine = engine
-        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, client_limits, rendering)
+        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, client_limits, rendering, weights)
         self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False

@@ -13,7 +13,7 @@ from gkd.cluster.workers.environment import allocate_by, environment
 from gkd.config import Config, Teacher
 from gkd.config.device import installed_device
 from gkd.data.answers import template_end, with_turn_end
-from gkd.data.model_info import ModelInfo
+from gkd.data.model_info import ModelInfo, fingerprint_weights
 from gkd.data.rendering import Rendering
 from gkd.data.tokenizer import check_causal_lm, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
@@ -44,7 +44,8 @@ def serve(config: Config, stop: ServerStop) -> int:
     try:
         if stop.event.is_set():  # libraries that load a model swallow a SystemExit that finds them in a cleanup
             return stop.code
-        server = ScoringServer(engine, digest, host, port, key, rendering=Rendering.from_tokenizer(tokenizer))
+        rendering, weights = Rendering.from_tokenizer(tokenizer), fingerprint_weights(directory)
+        server = ScoringServer(engine, digest, host, port, key, rendering=rendering, weights=weights)
         _announce(server, engine, path, path_of_key)
         stop.serving = True
         server.serve(stop.event)

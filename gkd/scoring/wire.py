@@ -26,7 +26,7 @@ from gkd.inference import requests
 from gkd.inference.requests import ErrorCode
 from gkd.types import Array, Float32, Int32, Target
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 MAX_PACKED_REPLIES_BYTES = MAX_REPLY_HEADER_BYTES  # which every client takes, whatever it expects
@@ -55,7 +55,7 @@ class Hello(Body, frozen=True):
 
 class Welcome(Body, frozen=True):
     """Description of a server. ``session`` differs after every start; ``rendering`` is for clients that have not got
-    the model's files; the rest is as in requests.Limits.
+    the model's files, and ``weights`` is what its weights are known by; the rest is as in requests.Limits.
     """
 
     protocol: _Count
@@ -67,6 +67,7 @@ class Welcome(Body, frozen=True):
     max_length: _Count
     capacity: _Count
     rendering: Rendering | None = None
+    weights: _Text = ""
 
 
 class Ping(Body, frozen=True):

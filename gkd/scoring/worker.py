@@ -11,7 +11,7 @@ from gkd.cluster.workers.failure import WorkerHung
 from gkd.config import RewardModel, Scorer
 from gkd.config.device import Device, Dtype, NodeSpan
 from gkd.config.groups import model_setting
-from gkd.data.model_info import ModelInfo
+from gkd.data.model_info import ModelInfo, fingerprint_weights
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, InferenceEngine
@@ -52,7 +52,10 @@ class ScoringWorker:
         # Torch and vLLM are imported now: the process has checked its device by the time it builds a worker.
         self._engine: InferenceEngine[Any, Any] = settings.engine_class(_engine_spec(settings, spec, span))
         self._cache_bytes: int | None = self._engine.cache_bytes()
-        self.server = ScoringServer(self._engine, spec.tokenizer_hash, spec.bind_ip, spec.port, spec.key)
+        weights = fingerprint_weights(spec.model_path)
+        self.server = ScoringServer(
+            self._engine, spec.tokenizer_hash, spec.bind_ip, spec.port, spec.key, weights=weights
+        )
 
     def address(self) -> str:
         """Return ``tcp://host:port`` for clients."""

@@ -18,9 +18,18 @@ from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.doubts import doubts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.run import CPU_SPLIT, _check_memory, _forget_after, _print_pace, _restore, _train_and_save, step_text
+from gkd.driver.run import (
+    CPU_SPLIT,
+    _check_memory,
+    _fingerprint_served,
+    _forget_after,
+    _print_pace,
+    _restore,
+    _train_and_save,
+    step_text,
+)
 from gkd.driver.validation.best import BestModel
-from gkd.errors import SignalExit
+from gkd.errors import ConfigError, SignalExit
 from gkd.observability.report import read
 from gkd.planning.shapes import SIZE_FIELDS, SIZES
 
@@ -192,6 +201,17 @@ def test_a_run_that_has_no_step_left_is_validated_as_its_results_were_lost(
     assert done == ["load", "prompts", "push", *(["validate", "sets"] if validates else [])]
     now = {"val/accuracy": 0.9, "val/hard/accuracy": 0.5} if validates else {}
     assert state.validated == held == {**STATE.validated, **now} and state.step == 5
+
+
+def test_a_run_goes_on_with_the_served_teacher_that_it_had(tmp_path: Path) -> None:
+    """Whose weights no file of the run's tells; an earlier checkpoint states none."""
+    system: Any = SimpleNamespace(teachers={"teacher": SimpleNamespace(weights="1")})
+    data = {"train": "0"}
+    saved = SavedCheckpoint(tmp_path / "step_5", "end", STATE, {}, "", "float32", data, {})
+    assert _fingerprint_served(system, None) == _fingerprint_served(system, saved) == {"teacher.server_ip": "1"}
+    data["teacher.server_ip"] = "2"
+    with pytest.raises(ConfigError, match=r"teacher\.server_ip .*/step_5\b"):
+        _fingerprint_served(system, saved)
 
 
 def test_the_first_validation_of_a_run_that_goes_on_is_held_against_the_one_before_training(tmp_path: Path) -> None:

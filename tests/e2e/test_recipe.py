@@ -17,6 +17,8 @@ import pytest
 
 from gkd.config.compose import compose
 from gkd.config.loading import read_run
+from gkd.data.model_info import fingerprint_weights
+from gkd.driver.checkpoints import checkpoint
 from gkd.version import __version__
 from tests.e2e.conftest import ROOT, SMALL, environment
 from tests.error_text import contains_in_order
@@ -185,7 +187,7 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
         command += [f"data.val_files=[{data / 'val.jsonl'}]", "data.answer_key=answer", "data.val_limit=32"]
         command += ["teacher.chat_template=own", "trainer.n_logged_samples=8"]
         command += ["rollout.max_response_length=8", "trainer.total_steps=2", "trainer.batch_size=8"]
-        command += ["rollout.engine=hf", f"trainer.output_dir={tmp_path / 'run'}"]
+        command += ["rollout.engine=hf", f"trainer.output_dir={tmp_path / 'run'}", "trainer.save_every=2"]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment(), check=False
         )
@@ -199,6 +201,8 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     assert "Traceback" not in errors
     placement = json.loads((tmp_path / "run" / "placement.json").read_text())
     assert [row["group"] for row in placement] == ["actor", "rollout"]  # no pool for a teacher that is elsewhere
+    saved = checkpoint.read(tmp_path / "run" / "checkpoints" / "step_2")
+    assert saved.data["teacher.server_ip"] == fingerprint_weights(teacher)
     assert {"val/reverse_kl", "val/accuracy"} == set(
         json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
     )

@@ -308,6 +308,23 @@ def test_a_teacher_that_does_not_fit_is_a_configuration_error(
         client.submit(a_score()).result(30)
 
 
+def test_replicas_have_one_models_weights(serve: Serve, connect: Connect) -> None:
+    """Two models of one tokenizer would be mixed in every batch, as would another model that comes at an address."""
+    first, other = serve(weights="1"), serve(weights="2")
+    client = connect(first.server.address, other.server.address)
+    with pytest.raises(ConfigError, match="other weights"):
+        client.connect(30)
+    client = connect(first.server.address)
+    client.connect(30)
+    assert client.weights == "1"
+    assert all_right([client.submit(a_score(0))])
+    first.end()
+    again = serve(weights="2", port=int(first.server.address.rsplit(":", 1)[1]))
+    with pytest.raises(ConfigError, match="other weights"):
+        client.submit(a_score(1)).result(30)
+    assert not again.engine.worked_on
+
+
 def test_padded_vocabularies_are_no_mismatch(serve: Serve, connect: Connect) -> None:
     address = serve().server.address
     for vocabulary in (VOCABULARY - 4, VOCABULARY + 4):

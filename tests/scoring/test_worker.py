@@ -20,7 +20,7 @@ def test_the_size_of_the_cache_is_that_after_the_start(tmp_path: Path, monkeypat
     settings: Any = SimpleNamespace(
         rates=False, engine_class=lambda spec: SimpleNamespace(cache_bytes=lambda: sizes.pop(0))
     )
-    monkeypatch.setattr(worker, "ScoringServer", lambda *_: None)
+    monkeypatch.setattr(worker, "ScoringServer", lambda *_, **__: None)
     path = str(save_model(tmp_path, 14))
     scoring = ScoringWorker(
         settings, ScorerSpec("teacher", "float32", path, "cpu", "hash", "127.0.0.1", Key.generate())

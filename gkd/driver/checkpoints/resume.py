@@ -138,7 +138,7 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
 def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:
     """Raise ConfigError unless ``data``, fingerprints of prompts and models, are those of the checkpoint.
 
-    Earlier checkpoints state none of ``data.val_sets`` or of models, and none does of a teacher outside the cluster.
+    Earlier checkpoints state none of ``data.val_sets``, of models, or of a teacher outside the cluster.
     """
     for use, fingerprint in data.items():
         if saved.data.get(use, fingerprint) == fingerprint:
