@@ -26,6 +26,15 @@ WAYS = {
     "adapter": ["+recipe=grpo", "actor.lora.r=4", "weights.adapter_only=true"],
     "offloaded": ["+recipe=on_policy_distill", "placement=single_gpu", "cluster.offload=true"],
     "transformers": ["+recipe=grpo", "rollout.engine=hf"],
+    "merged": ["+recipe=grpo", "actor.lora.r=4"],
+    "supervised": ["+recipe=sft"],
+    "several": [
+        "+recipe=on_policy_distill",
+        "rollout.n_gpus_per_node=2",
+        "teacher.n_gpus_per_node=2",
+        "trainer.n_gpus_per_node=2",
+        "schedule.max_staleness=1",
+    ],
 }
 GROUPS = ("actor", "rollout", "teacher")
 
