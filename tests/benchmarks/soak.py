@@ -27,7 +27,7 @@ WAYS = {
     "offloaded": ["+recipe=on_policy_distill", "placement=single_gpu", "cluster.offload=true"],
     "transformers": ["+recipe=grpo", "rollout.engine=hf"],
     "merged": ["+recipe=grpo", "actor.lora.r=4"],
-    "supervised": ["+recipe=sft"],
+    "supervised": ["+recipe=sft", "rollout.n=1"],
     "several": [
         "+recipe=on_policy_distill",
         "rollout.n_gpus_per_node=2",
@@ -42,7 +42,7 @@ GROUPS = ("actor", "rollout", "teacher")
 def run(way: str, steps: int, settings: Sequence[str]) -> tuple[int, list[dict[str, float]]]:
     """Do a run; returns its exit code and the rows of its steps."""
     with tempfile.TemporaryDirectory(prefix="gkd-soak-") as directory:
-        own = [*WAYS[way], *SMALL, f"trainer.total_steps={steps}", f"trainer.output_dir={directory}/run", *settings]
+        own = [*SMALL, *WAYS[way], f"trainer.total_steps={steps}", f"trainer.output_dir={directory}/run", *settings]
         done = subprocess.run([sys.executable, "-m", "gkd", "train", *own], capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stderr[-2000:], file=sys.stderr)

@@ -154,17 +154,21 @@ def place(
 
 
 def _require_whole_gpus(config: Config, reports: Sequence[Report]) -> None:
-    """Raise ConfigError for an engine that would span slices of GPUs (MIG): CUDA shows a process one of them."""
-    sections = {
-        GROUP_OF[section]: section
+    """Raise ConfigError for an engine, or an actor of several ranks, that would span slices of GPUs (MIG).
+
+    CUDA shows a process one of them, and NCCL joins none (https://github.com/NVIDIA/nccl/issues/1716).
+    """
+    remedies = {
+        GROUP_OF[section]: f"an engine spans no slices: {section}.tensor_parallel_size=1"
         for section, pool in config.pools()
         if isinstance(pool, Engine) and pool.tensor_parallel_size > 1
     }
+    if config.trainer.n_workers > 1:
+        remedies["actor"] = "NCCL joins no slices: an actor of one rank (trainer.n_gpus_per_node=1)"
     for report in reports:
-        if report.group in sections and any(uuid.startswith("MIG-") for uuid in report.gpu_uuids):
+        if report.group in remedies and any(uuid.startswith("MIG-") for uuid in report.gpu_uuids):
             raise ConfigError(
-                f"{report} is on a slice of a GPU (MIG), and an engine spans no slices: "
-                f"{sections[report.group]}.tensor_parallel_size=1 or whole GPUs would do"
+                f"{report} is on a slice of a GPU (MIG), and {remedies[report.group]} or whole GPUs would do"
             )
 
 

@@ -10,9 +10,10 @@ import pytest
 from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, describe_use, faults, print_table
 from gkd.cluster.workers import placement as placement_module
 from gkd.cluster.workers.group import Group
-from gkd.cluster.workers.placement import Placement, place
+from gkd.cluster.workers.placement import Placement, _require_whole_gpus, place
 from gkd.cluster.workers.reserve import Claim
-from gkd.errors import RunFailed
+from gkd.config import load
+from gkd.errors import ConfigError, RunFailed
 from tests.error_text import contains_in_order
 
 NO_RANGES = {"actor": None, "rollout": None}
@@ -42,6 +43,25 @@ def test_a_shared_gpu_names_both_workers():
     assert len(lines) == 1
     workers = ("actor rank 0 (pid 100 on 10.0.0.1)", "rollout rank 0 (pid 101 on 10.0.0.1)")
     assert contains_in_order(lines[0], *workers, "GPU-x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"trainer.n_gpus_per_node": 2}, "actor"),
+        ({"rollout.n_gpus_per_node": 2, "rollout.tensor_parallel_size": 2}, "rollout"),
+        ({"rollout.n_gpus_per_node": 2}, None),
+    ],
+)
+def test_slices_of_gpus_are_for_workers_that_need_one(settings, refused):
+    config = load({}).with_settings({"teacher.n_gpus_per_node": 1, **settings})
+    for prefix in ("GPU", "MIG"):
+        reports = [report(group, i, i, f"{prefix}-{i}") for i, group in enumerate(("actor", "rollout"))]
+        if refused and prefix == "MIG":
+            with pytest.raises(ConfigError, match=rf"{refused} rank .*\(MIG\).* GPUs would"):
+                _require_whole_gpus(config, reports)
+        else:
+            _require_whole_gpus(config, reports)
 
 
 def test_two_workers_of_one_group_must_not_share_either():
