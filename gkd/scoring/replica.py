@@ -18,6 +18,9 @@ from gkd.scoring.address import Key, secure_client
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
+REOPEN_S = 10.0
+"""Time after which a socket without a connection is replaced: ZeroMQ says nothing of it when it gives an address up for
+good, as it does once something else has answered there."""
 BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
 SEND_HWM = 4_096
 
@@ -120,6 +123,8 @@ class Replica:
         if self._missed >= MISSED_BEATS:
             return False
         sent = self.send(wire.encode(wire.Ping() if self.welcome else wire.Hello(wire.PROTOCOL)))
+        if not sent and self.welcome is None and now - self._opened >= REOPEN_S:
+            return False
         # While there is no connection nothing is missed; ZeroMQ keeps trying.
         self._heard = not sent
         self._next_beat = now + (self._heartbeat_s if sent else RETRY_S)
@@ -175,6 +180,6 @@ class Replica:
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.ipv6 = "[" in self.address
         secure_client(socket, self._key)
-        self._connected = self.address
+        self._connected, self._opened = self.address, time.monotonic()
         socket.connect(self._connected)
         return socket

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import Limits, RateRequest, ScorerUnavailable
@@ -32,6 +33,7 @@ from tests.scoring.table import FULL_VOCABULARY, KEY, VOCABULARY, TableEngine, e
 Serve = Callable[..., Running]
 Connect = Callable[..., ScoringClient]
 Spawn = Callable[..., Process]
+FAILED_HANDSHAKES = {zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL}
 RATED = RateRequest(np.array([1, 2], np.int32))
 
 
@@ -131,6 +133,27 @@ def test_a_server_restarted_between_two_heartbeats_is_noticed(serve: Serve, conn
     first.end()
     serve(port=port)
     assert all_right([future], 25.0)  # before the request's own time is over
+
+
+def test_a_server_comes_back_where_something_else_answered_meanwhile(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ connects no more to an address once what answers there is no server of the key's."""
+    monkeypatch.setattr("gkd.scoring.replica.REOPEN_S", 0.5)
+    first = serve()
+    client = connect(first.server.address, request_timeout_s=30.0, heartbeat_s=0.1)
+    client.connect(30)
+    first.end()
+    port = int(first.server.address.rsplit(":", 1)[1])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    other = context.socket(zmq.ROUTER)
+    monitor = other.get_monitor_socket()
+    other.bind(f"tcp://127.0.0.1:{port}")
+    future = client.submit(a_score(0))
+    assert eventually(lambda: monitor.poll(0) and recv_monitor_message(monitor)["event"] in FAILED_HANDSHAKES)
+    context.destroy(linger=0)
+    serve(port=port)
+    assert all_right([future], 20.0)
 
 
 def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect: Connect) -> None:
