@@ -230,22 +230,25 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         return send(torch.from_numpy(array), torch.device(self.device))
 
     def _take_prompts(self) -> list[tuple[int, GenerateRequest]]:
-        """Take the prompts that are continued together, once nothing is to be scored: all that the model takes as long
-        as the longest of them becomes when it has as many tokens as any.
+        """Take the prompts that are continued together, once one of them has waited longest: all that the model takes
+        as long as the longest of them becomes when it has as many tokens as any.
         """
-        prompts = [(key, request) for key, request in self._waiting if isinstance(request, GenerateRequest)]
-        if not prompts or len(prompts) < len(self._waiting):
-            return []
-        self._waiting.clear()
         chosen: list[tuple[int, GenerateRequest]] = []
+        if not self._waiting or isinstance(self._waiting[0][1], ScoreRequest):
+            return chosen
+        left: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         longest = most = 0
-        for key, request in prompts:
+        for key, request in self._waiting:
+            if isinstance(request, ScoreRequest):
+                left.append((key, request))
+                continue
             lengths = max(longest, len(request.prompt_ids)), max(most, request.max_tokens)
             if chosen and sum(lengths) > self.limits.max_length:
-                self._waiting.append((key, request))
+                left.append((key, request))
             else:
                 chosen.append((key, request))
                 longest, most = lengths
+        self._waiting = left
         return chosen
 
     def _continue(self, chosen: list[tuple[int, GenerateRequest]]) -> Iterator[tuple[int, Int32]]:
@@ -253,6 +256,10 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         import torch
 
         from gkd.modeling.backbone import use_padded_rows
+
+        def note_pass(ids: Tensor, *_: object, **__: object) -> Tensor:
+            self.forward_passes += 1  # by which others see that it gets on
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         end = self._stop_ids[0] if self._stop_ids else 0
         ids, mask = pad([request.prompt_ids for _, request in chosen], end, "left")
@@ -265,6 +272,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
                 do_sample=False,
                 eos_token_id=self._stop_ids or None,
                 pad_token_id=end,
+                stopping_criteria=[note_pass],
             )
         new: Int32 = sequences[:, ids.shape[1] :].cpu().numpy().astype(np.int32)
         for (key, request), row in zip(chosen, new, strict=True):

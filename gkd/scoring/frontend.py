@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -38,7 +38,8 @@ class Frontend:
     """Binds ``host:port`` (port 0: a free one, chosen by the bind) and answers for an engine with ``limits``.
 
     ``rendering``: how the engine's model is prompted, for clients that compare it, and ``weights``: what its weights
-    are known by (:func:`gkd.data.model_info.fingerprint_weights`). Raises ConfigError when the address cannot be bound.
+    are known by (:func:`gkd.data.model_info.fingerprint_weights`). ``count_steps``: the engine's so far, on any thread.
+    Raises ConfigError when the address cannot be bound.
     """
 
     def __init__(
@@ -51,12 +52,11 @@ class Frontend:
         client_limits: ClientLimits,
         rendering: Rendering | None,
         weights: str,
+        count_steps: Callable[[], int],
     ) -> None:
         self.limits, self.tokenizer_hash, self.session = limits, tokenizer_hash, secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
-        self.n_steps = 0
-        """Of the engine so far."""
-        self._rendering, self._weights = rendering, weights
+        self._rendering, self._weights, self._count_steps = rendering, weights, count_steps
         self._clients = Clients(client_limits, self._reject_expired)
         # Who gets it, the message, and the job that the engine took where it is the answer to one.
         self._outgoing: deque[tuple[bytes, bytes, QueuedRequest | None]] = deque()
@@ -246,7 +246,7 @@ class Frontend:
                     self._clients.note_greeting(client)
                     return self._welcome()
                 case wire.Ping():
-                    return wire.Pong(self.session if self._clients.has_greeted(client) else "", self.n_steps)
+                    return wire.Pong(self.session if self._clients.has_greeted(client) else "", self._count_steps())
                 case wire.ScoreMessage() | wire.GenerateMessage() | wire.RateMessage():
                     id = body.id
                     request = wire.decode_request(body, arrays)

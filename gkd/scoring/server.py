@@ -47,7 +47,10 @@ class ScoringServer:
         weights: str = "",
     ) -> None:
         self._engine = engine
-        self._frontend = Frontend(engine.limits, tokenizer_hash, bind_ip, port, key, client_limits, rendering, weights)
+        self._n_steps = 0
+        self._frontend = Frontend(
+            engine.limits, tokenizer_hash, bind_ip, port, key, client_limits, rendering, weights, self._count_steps
+        )
         self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False
@@ -65,7 +68,11 @@ class ScoringServer:
 
     def progress(self) -> tuple[int, int]:
         """Return steps of the engine so far, and requests that it works on. From any thread."""
-        return self._frontend.n_steps, len(self._jobs)
+        return self._count_steps(), len(self._jobs)
+
+    def _count_steps(self) -> int:
+        """Count the engine's steps, and the passes within one, such as those of each token of a long text."""
+        return self._n_steps + self._engine.forward_passes
 
     def serve(self, stop: threading.Event) -> None:
         """Answer requests on the calling thread until ``stop`` is set, then close; what is unfinished is rejected.
@@ -165,6 +172,6 @@ class ScoringServer:
             else:
                 self._frontend.counts["answered"] += 1
                 replies.append((job, wire.encode_answer(job.id, answer)))
-        self._frontend.n_steps += 1
+        self._n_steps += 1
         if replies:
             self._frontend.reply(replies)

@@ -154,8 +154,11 @@ def test_prompts_are_continued_greedily(family: str, tmp_path: Path) -> None:
     prompts = [GenerateRequest(a_request(2 + i, 1, 0, seed=100 + i).token_ids, 3 + 5 * (i % 3)) for i in range(9)]
     scores = mixed()[:3]
     results = run(engine, [*prompts, *scores])
+    longest = 0
     for prompt, answer in zip(prompts, results, strict=False):
         assert answer.tolist() == greedy(model, prompt.prompt_ids, prompt.max_tokens)
+        longest = max(longest, len(answer))
+    assert engine.forward_passes > longest  # each token's own, by which others see that it gets on
     for request, target in zip(scores, results[len(prompts) :], strict=True):
         check(request, target, model)
 
@@ -247,12 +250,16 @@ def test_on_a_cpu_those_share_a_pass_that_attention_pads_alike() -> None:
     assert [[key for key, _ in scorer._take_scores()] for _ in range(3)] == [[0, 2, 3], [1, 4], []]
 
 
-def test_prompts_are_continued_once_nothing_is_to_be_scored_and_no_score_is_lost() -> None:
+def test_prompts_are_continued_together_once_one_has_waited_longest_and_no_score_is_lost() -> None:
+    """However much of others' is to be scored all the time."""
     prompt = GenerateRequest(np.array([1, 2], np.int32), 4)
-    scorer = a_scorer(prompt, a_request(1, 9, 4))
-    assert scorer._take_prompts() == [] and len(scorer._waiting) == 2
+    early, late, later = (a_request(1, length, 4) for length in (9, 39, 79))  # none of which share a pass
+    scorer = a_scorer(early, late, prompt, later, prompt)
+    assert [key for key, _ in scorer._take_scores()] == [0]
+    assert scorer._take_prompts() == [] and len(scorer._waiting) == 4
     assert [key for key, _ in scorer._take_scores()] == [1]
-    assert scorer._take_prompts() == [(0, prompt)]
+    assert scorer._take_prompts() == [(2, prompt), (4, prompt)]
+    assert list(scorer._waiting) == [(3, later)]
 
 
 def test_ids_that_a_request_leaves_out_are_no_tokens_of_it() -> None:

@@ -53,6 +53,8 @@ def greedy(request: GenerateRequest) -> Int32:
 class TableEngine:
     """Answers one request a step, ``delay_s`` after it began with it, or once ``hurry`` is set."""
 
+    forward_passes = 0
+
     def __init__(
         self,
         delay_s: float = 0.0,

@@ -75,12 +75,24 @@ class Stepping(TableEngine):
         return super().step()
 
 
-@pytest.mark.parametrize("engine", [TableEngine(delay_s=0.1, capacity=8), Stepping(capacity=1)])
+class Passing(TableEngine):
+    """Makes many passes in one long step, as for a text that is continued."""
+
+    def step(self) -> Any:
+        for _ in range(20):
+            self.forward_passes += 1
+            time.sleep(0.04)
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    "engine", [TableEngine(delay_s=0.1, capacity=8), Stepping(capacity=1), Passing(capacity=1)], ids=["s", "m", "p"]
+)
 def test_requests_wait_their_turn_while_the_replica_gets_on(
     serve: Serve, connect: Connect, engine: TableEngine
 ) -> None:
     """However long those take that it has, as where a large teacher scores long responses."""
-    client = connect(serve(engine).server.address, request_timeout_s=0.5, heartbeat_s=0.1)
+    client = connect(serve(engine).server.address, request_timeout_s=0.7, heartbeat_s=0.2)
     client.connect(30)
     assert all_right([client.submit(a_score(i)) for i in range(engine.limits.capacity + 2)])
     assert not client.counts["retried"]
