@@ -139,11 +139,20 @@ def _drive(
 
 
 def _fingerprint_served(system: System, saved: SavedCheckpoint | None) -> dict[str, str]:
-    """Return what a served teacher is known by; raises ConfigError where the checkpoint was made with another one."""
-    served = {"teacher.server_ip": system.teachers["teacher"].weights}
+    """Return what a served teacher is known by, and have it noted where it goes and comes back.
+
+    Raises ConfigError where the checkpoint was made with another one.
+    """
+    client = system.teachers["teacher"]
+    client.on_change = _note_server
+    served = {"teacher.server_ip": client.weights}
     if saved is not None:
         require_same_data(saved, served)
     return served
+
+
+def _note_server(text: str, there: bool) -> None:
+    log.log(logging.INFO if there else logging.WARNING, text, extra={"kind": "restart" if there else "death"})
 
 
 def _forget_after(saved: SavedCheckpoint, output: Path) -> int:

@@ -6,7 +6,7 @@ import heapq
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +82,9 @@ class Dispatcher:
         self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
         """How many requests were "retried", answers came "late" and were dropped, and replicas were "lost"."""
+        self.on_change: Callable[[str, bool], None] = lambda text, there: None
+        """Is given a line, on this client's thread, when a replica that was in is out (False), or in again (True)."""
+        self._lost: set[str] = set()  # names of those that are out
         self._inbox: deque[PendingRequest] = deque()
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[PendingRequest] = []  # a heap
@@ -191,6 +194,9 @@ class Dispatcher:
             case wire.Welcome():
                 self._check(replica.address, body)
                 replica.accept_welcome(body)
+                if replica.name in self._lost:
+                    self._lost.discard(replica.name)
+                    self.on_change(f"the {self._retry_policy.scorer} at {replica.address} answers again", True)
                 if not self.welcomes[replica.name].done():
                     self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
@@ -261,10 +267,19 @@ class Dispatcher:
     def _lose(self, replica: Replica, reason: str) -> None:
         """Put a replica out; its requests go to the others at once."""
         requests = list(replica.outstanding.values())
-        self.counts["lost"] += replica.welcome is not None
+        if replica.welcome is not None:
+            self.counts["lost"] += 1
+            self._note_loss(replica, reason)
         replica.reset(time.monotonic())
         for pending in requests:
             self._try_again(pending, reason)
+
+    def _note_loss(self, replica: Replica, reason: str) -> None:
+        self._lost.add(replica.name)
+        policy, others = self._retry_policy, sum(its.welcome is not None for its in self.replicas) - 1
+        waiting = f"requests wait {policy.request_timeout_s:g} s for it ({policy.section}.request_timeout_s)"
+        then = f"its requests go to {others} others" if others else waiting
+        self.on_change(f"the {policy.scorer} at {replica.address} {reason}; {then}", False)
 
     def _expire(self, replica: Replica, now: float) -> None:
         """Give up what a replica has had for too long while it got on with nothing: what waits there waits its turn."""

@@ -205,7 +205,7 @@ def test_a_run_that_has_no_step_left_is_validated_as_its_results_were_lost(
 
 def test_a_run_goes_on_with_the_served_teacher_that_it_had(tmp_path: Path) -> None:
     """Whose weights no file of the run's tells; an earlier checkpoint states none."""
-    system: Any = SimpleNamespace(teachers={"teacher": SimpleNamespace(weights="1")})
+    system: Any = SimpleNamespace(teachers={"teacher": SimpleNamespace(weights="1", on_change=None)})
     data = {"train": "0"}
     saved = SavedCheckpoint(tmp_path / "step_5", "end", STATE, {}, "", "float32", data, {})
     assert _fingerprint_served(system, None) == _fingerprint_served(system, saved) == {"teacher.server_ip": "1"}

@@ -343,6 +343,23 @@ def test_a_teacher_that_does_not_fit_is_a_configuration_error(
         client.submit(a_score()).result(30)
 
 
+def test_a_replica_that_goes_and_comes_back_is_told(serve: Serve, connect: Connect) -> None:
+    servers = [serve(), serve()]
+    first, second = (running.server.address for running in servers)
+    client = connect(first, second)
+    lines: list[tuple[str, bool]] = []
+    client.on_change = lambda text, there: lines.append((text, there))
+    client.connect(30)
+    for n_lines, running in enumerate(servers, 1):
+        running.end()
+        assert eventually(lambda n=n_lines: len(lines) == n)
+    serve(port=int(second.rsplit(":", 1)[1]))
+    assert eventually(lambda: len(lines) == 3)
+    assert contains_in_order(lines[0][0], first, "1 others") and not lines[0][1]
+    assert contains_in_order(lines[1][0], second, "teacher.request_timeout_s") and not lines[1][1]
+    assert contains_in_order(lines[2][0], second) and lines[2][1]
+
+
 def test_replicas_have_one_models_weights(serve: Serve, connect: Connect) -> None:
     """Two models of one tokenizer would be mixed in every batch, as would another model that comes at an address."""
     first, other = serve(weights="1"), serve(weights="2")
