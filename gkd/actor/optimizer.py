@@ -54,8 +54,12 @@ def adamw(model: nn.Module, settings: Actor) -> torch.optim.AdamW:
 
 
 def _is_decayed(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix, or several, and not the biases of all experts together."""
-    return parameter.ndim > 1 and not name.endswith("bias")
+    """Return whether a parameter is a matrix, or several, and no biases of all experts or norms of all heads together.
+
+    Cohere's norms of queries and keys have a row a head.
+    """
+    module = name.rpartition(".")[0]
+    return parameter.ndim > 1 and not name.endswith("bias") and not module.endswith("norm")
 
 
 class HostAdamW(torch.optim.AdamW):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from gkd.actor import optimizer as own
 from gkd.actor import training
@@ -86,16 +87,26 @@ def test_a_fused_step_has_the_trajectory_of_the_loop(dtype: torch.dtype) -> None
         torch.testing.assert_close(p, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
 
 
-def test_norms_and_biases_are_not_decayed_those_of_experts_neither() -> None:
-    model = make_family("gpt_oss", 0)  # its experts' biases are a row each of one tensor
+@pytest.mark.parametrize(
+    ("family", "more", "kept"),
+    [("gpt_oss", {}, "mlp.experts.down_proj_bias"), ("cohere", {"use_qk_norm": True}, "self_attn.q_norm.weight")],
+)
+def test_norms_and_biases_are_not_decayed_however_many_are_one_tensor(
+    family: str, more: dict[str, Any], kept: str
+) -> None:
+    """Those of experts, or of heads, are a row each."""
+    config = make_family(family, 0).config
+    for name, value in more.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config)
+    assert dict(model.named_parameters())[f"model.layers.1.{kept}"].ndim == 2
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(1.0)
             p.grad = torch.zeros_like(p)
     adamw(model, Actor(lr=1e-2, weight_decay=0.5)).step()
-    kept = {name for name, p in model.named_parameters() if p.eq(1.0).all()}
-    assert kept == {name for name, _ in model.named_parameters() if name.endswith(("bias", "norm.weight", "sinks"))}
-    assert "model.layers.1.mlp.experts.down_proj_bias" in kept
+    same = {name for name, p in model.named_parameters() if p.eq(1.0).all()}
+    assert same == {name for name, _ in model.named_parameters() if name.endswith(("bias", "norm.weight", "sinks"))}
 
 
 @pytest.mark.parametrize("size", [1 << 24, 64, 7])
