@@ -90,7 +90,8 @@ class Recorded:
         return Run(output, text, steps, 40.0, 60.0)
 
 
-RUNS = ("eager", "graphs", "ahead", "colocation", "transfers", "little_memory", "curve", "two_gpus", "against_trl")
+RUNS = ("eager", "graphs", "ahead", "colocation", "transfers", "little_memory", "host_weights", "curve", "two_gpus")
+RUNS += ("against_trl",)
 
 
 @pytest.fixture
@@ -115,7 +116,8 @@ def test_every_run_is_one_that_can_be_configured(recorded: Recorded, tmp_path: P
     for name in RUNS:
         assert check(name, 2, tmp_path / name)
     assert recorded.names == [
-        "eager", "graphs", "ahead", "colocation", "ipc", "object_store", "grpo", "curve", "nccl", "both", "w1",
+        "eager", "graphs", "ahead", "colocation", "ipc", "object_store", "grpo", "host_weights", "curve",
+        "nccl", "both", "w1",
     ]  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def test_mps_runs_for_one_run_of_two(recorded: Recorded, tmp_path: Path, monkeyp
     control.chmod(0o755)
     mps.beside_each_other(context)
     place = tmp_path / "mps"
-    assert commands.read_text().splitlines() == [f"{what} {place}" for what in ("-d", "get_server_list", "quit")]
+    assert commands.read_text().splitlines() == [f"{what} {place}" for what in ("-d", "get_server_list", "quit -t 5")]
     assert recorded.names == ["with_mps", "without_mps"]
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert context.figures["ratio"] == 1.0
@@ -159,7 +161,7 @@ def test_losses_are_compared_with_those_of_the_run_before(recorded: Recorded, tm
     assert recorded.names == ["eager", "object_store"]
 
 
-@pytest.mark.parametrize("name", ["graphs", "ahead", "little_memory", "two_gpus", "against_trl"])
+@pytest.mark.parametrize("name", ["graphs", "ahead", "little_memory", "host_weights", "two_gpus", "against_trl"])
 def test_a_sampler_that_has_other_weights_than_the_trainer_fails_every_run(
     name: str, recorded: Recorded, tmp_path: Path
 ) -> None:

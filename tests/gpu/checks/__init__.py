@@ -53,5 +53,6 @@ CHECKS = (
     Check("update_profile", "tests.gpu.checks.profile:update_and_score", 50, 120, on_request=True),
     Check("sampling_profile", "tests.gpu.checks.profile:sampling", 110, 200, on_request=True),
     Check("w1_ahead", "tests.gpu.checks.w1:ahead", 130, 240, on_request=True),
+    Check("host_weights", "tests.gpu.checks.runs:host_weights", 45, 150, on_request=True),
     Check("mps", "tests.gpu.checks.mps:beside_each_other", 150, 400, rehearses=False, on_request=True),
 )

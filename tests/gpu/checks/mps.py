@@ -14,6 +14,7 @@ from tests.gpu.checks.w1 import run_w1
 
 CONTROL = "nvidia-cuda-mps-control"
 LIMIT_S = 20.0
+CLIENTS_S = 5  # for what still uses the service to end by itself
 
 
 def beside_each_other(context: Context) -> None:
@@ -41,7 +42,7 @@ def _running(context: Context) -> Iterator[None]:
         try:
             yield
         finally:
-            _control(place / "said", command="quit")
+            _control(place / "said", command=f"quit -t {CLIENTS_S}")  # else it waits for all, for ever
     finally:
         for name in own:
             del os.environ[name]

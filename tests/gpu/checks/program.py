@@ -47,9 +47,10 @@ class Run:
     device_peak_gib: float | None
     """The largest use of the first GPU, by whomever, every 0.2 s; None without one."""
 
-    def median(self, name: str, leave_out: int = 2) -> float:
-        """Of a metric over the steps after the first ``leave_out``."""
-        return statistics.median(row[name] for row in self.steps if row["step"] > leave_out and name in row)
+    def median(self, name: str, but_last: int = 0) -> float:
+        """Of a metric over the steps after the first two, without the last ``but_last``."""
+        rows = self.steps[: len(self.steps) - but_last]
+        return statistics.median(row[name] for row in rows if row["step"] > 2 and name in row)
 
     def largest(self, name: str) -> float:
         """Of a metric over all steps."""
