@@ -12,7 +12,8 @@ from gkd.errors import RunFailed
 from gkd.types import Int32, Spans, Target
 
 ErrorCode = Literal[
-    "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping"
+    "bad_request", "too_long", "out_of_vocabulary", "k_too_large", "expired", "engine", "busy", "stopping",
+    "not_greeted",
 ]  # fmt: skip
 SAMPLE_CODES: frozenset[ErrorCode] = frozenset({"bad_request", "too_long", "out_of_vocabulary", "k_too_large"})
 """Codes that concern the sample; another replica would answer the same."""

@@ -30,6 +30,7 @@ from gkd.scoring.wakeup import Wakeup
 from gkd.types import Array
 
 TICK_MS = 50
+GONE = {"stopping": "is stopping", "not_greeted": "had lost the connection"}
 LONGEST_TURN_S = 5.0
 """Time between two looks at the sockets after which it is this thread that stood still, and no replica."""
 PATIENCE = 10
@@ -200,7 +201,7 @@ class Dispatcher:
                 if not self.welcomes[replica.name].done():
                     self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
-                self._lose(replica, "was restarted" if body.session else "had lost the connection")
+                self._lose(replica, "was restarted" if body.session else GONE["not_greeted"])
             case wire.Pong():
                 replica.note_steps(body.steps)
             case wire.ScoreReply() | wire.GenerateReply() | wire.RateReply():
@@ -243,8 +244,8 @@ class Dispatcher:
             self._finish(pending)
             replica.progressed = time.monotonic()
             pending.future.set_exception(ScorerRejected(body.code, body.message, self._retry_policy.scorer))
-        elif body.code == "stopping":
-            self._lose(replica, "is stopping")
+        elif body.code in GONE:
+            self._lose(replica, GONE[body.code])
         elif body.code == "busy" and body.id in replica.outstanding and pending is not None:
             # Nothing is wrong with either; it is sent again, and this was no attempt.
             del replica.outstanding[body.id]

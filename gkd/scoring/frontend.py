@@ -185,9 +185,9 @@ class Frontend:
                 self._send_to(client, together)
 
     def _send_to(self, client: bytes, frames: Sequence[bytes]) -> None:
-        frame = wire.pack(frames)
         try:
-            self._socket.send_multipart([client, frame], zmq.NOBLOCK, copy=len(frame) < MIB)
+            for part in wire.split(wire.pack(frames)):
+                self._socket.send_multipart([client, part], zmq.NOBLOCK, copy=len(part) < MIB)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -249,6 +249,8 @@ class Frontend:
                     return wire.Pong(self.session if self._clients.has_greeted(client) else "", self._count_steps())
                 case wire.ScoreMessage() | wire.GenerateMessage() | wire.RateMessage():
                     id = body.id
+                    if not self._clients.has_greeted(client):
+                        raise RequestRejected("not_greeted", "the connection is not the one that was greeted on")
                     request = wire.decode_request(body, arrays)
                     self.limits.check(request)
                     deadline = time.monotonic() + body.remaining_s

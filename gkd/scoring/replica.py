@@ -160,7 +160,10 @@ class Replica:
         return True
 
     def receive(self) -> Iterator[bytes]:
-        """Receive messages that have arrived. Raises WireError for one of several frames, which can have any length."""
+        """Receive messages that have arrived. Raises WireError for one of several frames, which can have any length.
+
+        Parts of a message count as answers to a heartbeat and as progress: its own answer waits behind them.
+        """
         socket = self.socket
         while socket is self.socket:  # a message may lead to a reset
             try:
@@ -170,13 +173,17 @@ class Replica:
             if socket.rcvmore:
                 raise wire.WireError("a message of several frames")
             self._heard = True
-            yield frame
+            if (whole := self._joiner.add(frame)) is not None:
+                yield whole
+            else:
+                self.progressed = time.monotonic()
 
     def _open(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.linger, socket.immediate = 0, True
         socket.sndhwm, socket.rcvhwm = SEND_HWM, SEND_HWM
-        socket.maxmsgsize = self._largest_reply
+        socket.maxmsgsize = wire.largest_frame(self._largest_reply)
+        self._joiner = wire.Joiner(self._largest_reply)
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.ipv6 = "[" in self.address
         secure_client(socket, self._key)

@@ -6,7 +6,9 @@ is in memory; a message of several frames is none. The header is ``[body, [[dtyp
 whose "type" names one of the kinds below. Decoding is strict: unknown kinds or fields, other types, numbers out of
 range, or sizes that are not those of dtype and shape raise :class:`WireError`. Nothing is unpickled, and nothing is
 allocated from a size that a header claims. Messages to one peer at one time go together: a frame that begins with a
-header of length 0 has several, each after its own length (uint32).
+header of length 0 has several, each after its own length (uint32). An answer of more than :data:`PART_BYTES` comes in
+parts that follow each other, each after a length of 2^32 - 1, its index and how many they are (uint32 each): by every
+one of them a client sees that a slow network gets on, where the answer to a heartbeat is behind all of them.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from gkd.inference import requests
 from gkd.inference.requests import ErrorCode
 from gkd.types import Array, Float32, Int32, Target
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_REQUEST_HEADER_BYTES = 1 << 12
 MAX_REPLY_HEADER_BYTES = 1 << 18  # a welcome's has a chat template
 MAX_PACKED_REPLIES_BYTES = MAX_REPLY_HEADER_BYTES  # which every client takes, whatever it expects
+PART_BYTES = 1 << 20
 
 
 _Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -159,6 +162,7 @@ _ARRAYS: dict[type[Body], tuple[tuple[np.dtype[Any], int], ...]] = {
 _Spec: TypeAlias = tuple[Annotated[str, Meta(max_length=3)], Annotated[list[_Count], Meta(max_length=2)]]
 _Header: TypeAlias = tuple[Message, Annotated[list[_Spec], Meta(max_length=4)]]
 _LENGTH, _ALIGNMENT = struct.Struct("<I"), 4
+_PART, _PART_MARK = struct.Struct("<III"), 2**32 - 1
 _ENCRYPTION_BYTES = 64  # CURVE adds 33 to a message, and ZMQ_MAXMSGSIZE is about what comes over the network
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Header)
@@ -239,6 +243,51 @@ def unpack(frame: bytes) -> list[bytes]:
         frames.append(frame[at : at + length])
         at += length
     return frames
+
+
+def split(frame: bytes) -> Iterator[bytes]:
+    """Yield the parts of a large frame, for :class:`Joiner`; one that is small as it is."""
+    n_parts = -(-len(frame) // PART_BYTES)
+    if n_parts <= 1:
+        yield frame
+        return
+    view = memoryview(frame)
+    for index in range(n_parts):
+        yield b"".join([_PART.pack(_PART_MARK, index, n_parts), view[index * PART_BYTES : (index + 1) * PART_BYTES]])
+
+
+class Joiner:
+    """Joins the parts that :func:`split` made, of ``largest`` bytes at most in all."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._parts: list[memoryview] = []
+
+    def add(self, frame: bytes) -> bytes | None:
+        """Return what is whole now; None where further parts have to come.
+
+        Raises WireError for parts that are not the next ones, or of more than the largest answer.
+        """
+        if not frame.startswith(_LENGTH.pack(_PART_MARK)):
+            self._parts.clear()  # their connection has ended
+            return frame
+        if len(frame) <= _PART.size:
+            raise WireError(f"a part of {len(frame)} bytes")
+        _, index, n_parts = _PART.unpack_from(frame)
+        if index == 0:
+            self._parts.clear()
+        if index != len(self._parts) or index >= n_parts or n_parts > -(-self._largest // PART_BYTES):
+            raise WireError(f"part {index} of {n_parts} after {len(self._parts)}")
+        self._parts.append(memoryview(frame)[_PART.size :])
+        if len(self._parts) < n_parts:
+            return None
+        whole, self._parts = b"".join(self._parts), []
+        return whole
+
+
+def largest_frame(largest: int) -> int:
+    """Return bytes that a frame of answers can have of which none is larger than ``largest``."""
+    return min(largest, PART_BYTES) + _PART.size + _ENCRYPTION_BYTES
 
 
 def largest_request(max_length: int) -> int:

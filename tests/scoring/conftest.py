@@ -20,6 +20,7 @@ import zmq
 
 from gkd.errors import RunFailed
 from gkd.inference.requests import ScoreRequest
+from gkd.scoring import wire
 from gkd.scoring.address import Key, secure_client
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
@@ -142,6 +143,12 @@ def spawn() -> Iterator[Callable[..., Process]]:
     yield start
     for process in processes:
         process.kill()
+
+
+def greet(dealer: Any) -> None:
+    """Have a bare socket greet the server it is connected to, which takes no requests before."""
+    dealer.send(wire.encode(wire.Hello(wire.PROTOCOL)))
+    assert isinstance(wire.decode(dealer.recv())[0], wire.Welcome)
 
 
 @pytest.fixture

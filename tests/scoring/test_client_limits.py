@@ -20,7 +20,7 @@ from gkd.scoring import wire
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import ClientLimits, Connection
-from tests.scoring.conftest import Running, a_score
+from tests.scoring.conftest import Running, a_score, greet
 from tests.scoring.table import TableEngine, expected
 
 Serve = Callable[..., Running]
@@ -44,6 +44,7 @@ def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: 
     client_limits = ClientLimits(unread_bytes=MIB, unread_s=0.2)
     running = serve(TableEngine(max_length=20_000), client_limits=client_limits)
     attacker = dealer(running.server.address, rcvhwm=1, rcvbuf=4096)
+    greet(attacker)
     for id in range(10):
         attacker.send(wire.encode_request(id, 60.0, a_score(top_k=32, n_prompt=1, n_response=19_000)))
     wait_for(lambda: running.server.counts.get("cut_unread", 0) > 0)
@@ -144,6 +145,7 @@ def test_a_client_that_says_nothing_any_more_is_disconnected(serve: Serve, deale
 def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None:
     running = serve(TableEngine(delay_s=0.02, capacity=1))
     greedy = dealer(running.server.address)
+    greet(greedy)
     for id in range(500):
         greedy.send(wire.encode_request(id, 60.0, a_score(id)))
     assert greedy.recv()  # the first answer: the rest is in the queue
@@ -169,6 +171,8 @@ def test_where_the_queue_is_full_in_all_everyone_has_a_share(serve: Serve, deale
     client_limits = ClientLimits(queued_bytes=100_000, queued_bytes_in_all=100_000)
     running = serve(TableEngine(delay_s=1.0, capacity=1), client_limits=client_limits)
     first, second = dealer(running.server.address), dealer(running.server.address)
+    greet(first)
+    greet(second)
     for id in range(200):
         first.send(wire.encode_request(id, 60.0, a_score(id)))
     body = wire.decode(first.recv())[0]

@@ -28,7 +28,7 @@ from gkd.scoring.server import ScoringServer
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
 from tests.ray.cluster.conftest import eventually
-from tests.scoring.conftest import Running, a_score
+from tests.scoring.conftest import Running, a_score, greet
 from tests.scoring.table import FULL_VOCABULARY, KEY, POISON, VOCABULARY, TableEngine, expected, greedy
 
 Serve = Callable[..., Running]
@@ -229,6 +229,7 @@ def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Conn
     busy = connect(running.server.address).submit(a_score())
     assert eventually(lambda: running.server.progress()[1] == 1)
     dealer.connect(running.server.address)
+    greet(dealer)
     dealer.send(wire.encode_request(7, 0.05, a_score()))
     time.sleep(0.2)
     running.engine.hurry.set()
@@ -305,6 +306,7 @@ def test_a_port_in_use_is_named(serve: Serve) -> None:
 def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, dealer: Any) -> None:
     running = serve(TableEngine(max_length=8, poison=None))
     dealer.connect(running.server.address)
+    greet(dealer)
     client = connect(running.server.address)
     client.connect(30)
     real = wire.encode_request(1, 1.0, a_score(n_prompt=2, n_response=3))

@@ -119,6 +119,36 @@ def test_messages_that_go_together_come_back_in_their_order(sent: list[wire.Mess
 
 
 @patient
+@given(st.lists(st.binary(max_size=40), max_size=9), st.integers(1, 12))
+def test_large_frames_come_back_whole(sent: list[bytes], part_bytes: int) -> None:
+    frames = [b"....." + frame for frame in sent]  # no frame begins as a part does
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PART_BYTES", part_bytes)
+        joiner = wire.Joiner(45)
+        parts = [part for frame in frames for part in wire.split(frame)]
+        assert [whole for part in parts if (whole := joiner.add(part)) is not None] == frames
+        most = max(map(len, frames), default=0)
+        assert all(len(part) + 33 <= wire.largest_frame(most) for part in parts)
+
+
+def test_parts_that_do_not_belong_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 10)
+    first, second, third = wire.split(bytes(range(1, 31)))
+    for wrong in ([second], [first, third], [first, second, second], [first, second, third, third]):
+        joiner = wire.Joiner(30)
+        with pytest.raises(wire.WireError, match=r"part \d of 3"):
+            for part in wrong:
+                joiner.add(part)
+    with pytest.raises(wire.WireError, match="part 0 of 3"):
+        wire.Joiner(20).add(first)
+    with pytest.raises(wire.WireError, match="12 bytes"):
+        joiner.add(first[:12])
+    joiner = wire.Joiner(30)
+    cut = [joiner.add(part) for part in (first, second, b"whole", first, second, first, second, third)]
+    assert cut == [None, None, b"whole", None, None, None, None, bytes(range(1, 31))]
+
+
+@patient
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(framed) | st.binary(max_size=60).map(bytes(4).__add__))
 def test_arbitrary_bytes_are_messages_or_a_wire_error(frame: bytes) -> None:
     with contextlib.suppress(wire.WireError):

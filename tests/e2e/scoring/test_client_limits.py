@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from gkd.scoring import wire
-from tests.scoring.conftest import Process, a_score
+from tests.scoring.conftest import Process, a_score, greet
 from tests.scoring.test_client_limits import MIB, Connect, answers, served_for
 
 
@@ -55,6 +55,7 @@ def test_a_client_that_never_reads_is_passed_over(attacked: Process, connect: Co
     before, large = memory(attacked, "VmRSS"), a_score(top_k=32, n_prompt=1, n_response=19_000)
     for _ in range(4):
         attacker = dealer(attacked.address, rcvhwm=1, rcvbuf=4096)
+        greet(attacker)
         for id in range(40):
             attacker.send(wire.encode_request(id, 60.0, large))
     served_for(client, 2.0)
