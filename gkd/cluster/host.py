@@ -1,16 +1,19 @@
 """What this process may use of its machine: a container, or a job of Slurm's, may have less than there is.
 
-Limits are those of Linux's control groups, of the process's own group and of those above it. Imports the standard
-library alone.
+Limits are those of Linux's control groups, of the process's own group and of those above it, and of the shell that
+started it. Imports the standard library alone.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+OBJECT_STORE_SHARE, MOST_OBJECT_STORE = 0.3, 200e9  # of memory, and in bytes: what Ray gives its object store
+LIBRARIES = 4 << 30  # bytes of address space that a worker takes beside the object store, at least
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 QUOTA, PERIOD = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 """Of the first version of control groups."""
@@ -21,6 +24,28 @@ def memory() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [*_read("memory.max"), *_read("memory/memory.limit_in_bytes")]
     return min([total, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
+
+
+def object_store_bytes() -> int:
+    """Return the size of Ray's object store, a file in memory that each of its processes maps whole."""
+    return int(min(OBJECT_STORE_SHARE * memory(), MOST_OBJECT_STORE))
+
+
+def find_small_limits() -> Iterator[tuple[str, str]]:
+    """Yield limits of this process with which Ray cannot start, and what to type before it is started.
+
+    Ray states neither: its servers end, and it waits for them.
+    """
+    store = object_store_bytes()
+    requirements = (
+        (resource.RLIMIT_FSIZE, "-f", store, "a file may have"),
+        (resource.RLIMIT_AS, "-v", store + LIBRARIES, "a process may map"),
+    )
+    for kind, option, least, what in requirements:
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY and limit < least:
+            state = f"{what} {limit / (1 << 20):,.0f} MiB (ulimit {option}), Ray needs {least / (1 << 20):,.0f}"
+            yield state, f"ulimit {option} unlimited in the shell that starts it"
 
 
 def cores() -> int:

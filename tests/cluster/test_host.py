@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,14 @@ def test_a_jobs_own_groups_of_the_first_version(groups: Path) -> None:
     limit(groups / "memory" / "slurm" / "job_7" / "step_0", memory__limit_in_bytes=str(1 << 62))
     limit(groups / "memory" / "slurm" / "job_8", memory__limit_in_bytes=str(GB))
     assert (host.memory(), host.cores()) == (3 * GB, 2)
+
+
+def test_limits_that_are_smaller_than_the_object_store_are_found(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dict.fromkeys((resource.RLIMIT_FSIZE, resource.RLIMIT_AS), resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
+    assert not list(host.find_small_limits())
+    limits[resource.RLIMIT_FSIZE] = limits[resource.RLIMIT_AS] = 20 * GB
+    ((state, mend),) = host.find_small_limits()  # the store takes 19.2 GB, and a process libraries beside it
+    assert "19,073 MiB (ulimit -v)" in state and "22,407" in state and mend.startswith("ulimit -v unlimited")
+    limits[resource.RLIMIT_FSIZE] = 19 * GB
+    assert [state.split("ulimit ")[1][:2] for state, _ in host.find_small_limits()] == ["-f", "-v"]

@@ -15,7 +15,6 @@ from gkd.cluster.session.port import is_free
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
 LITTLE_DISK, TOO_LITTLE_DISK = 20 * GIB, 1 * GIB
 RAY_FULL = 0.95  # Ray stops writing to a disk that is fuller
-OBJECT_STORE_SHARE = 0.3  # of memory, which Ray gives its object store in /dev/shm
 SHM = Path("/dev/shm")
 NCCL_SHM = 1 * GIB
 FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
@@ -63,7 +62,7 @@ def find_existing(place: Path) -> Path:
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     """Compare /dev/shm, which may not be there, with what Ray's object store and NCCL put there."""
     size = shutil.disk_usage(SHM).total if SHM.is_dir() else 0
-    required = min(OBJECT_STORE_SHARE * host.memory(), 200e9)
+    required = host.object_store_bytes()
     state = f"{SHM} has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
     do = f"in Docker --shm-size={required / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
@@ -86,6 +85,8 @@ def check_limits() -> Iterator[Finding]:
         yield confirm("limits", f"ulimit -n is {'unlimited' if files == resource.RLIM_INFINITY else files}")
     if _is_below(processes, FEW_PROCESSES):
         yield warn("limits", f"ulimit -u is {processes}", "ulimit -u 65536: threads count, too")
+    for state, do in host.find_small_limits():
+        yield fail("limits", state, do)
 
 
 def _is_below(limit: int, least: int) -> bool:

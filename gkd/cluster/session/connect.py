@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -49,6 +50,7 @@ RELEASE_TIMEOUT_S = 15.0
 JOIN_S = 5.0
 SHUTDOWN_TIMEOUT_S = 30.0
 PREFIX = "gkd-run-"
+LEAST_ROOM = 64 << 20  # bytes; with none, Ray waits for servers that cannot say that they are there
 LONGEST_BASE = 26  # Ray puts Unix sockets up to 81 characters deeper, and their paths may have 107
 RESTART_GRACE_S = 10.0
 """Time the control service of a cluster may be away: some clusters start it again. That of a private Ray is not."""
@@ -189,6 +191,7 @@ def join(address: str, setting: str = "cluster.address") -> None:
 def _plan_private(config: Config) -> tuple[int, int, bool]:
     """Return GPUs and CPUs of a private Ray, and whether the GPUs are simulated. Raises ConfigError for too few."""
     cluster = config.cluster
+    local.require_limits()
     # GPUs that the installed packages cannot compute on are as good as none.
     on_cpu = isinstance(cluster.simulate_gpus, int) or (cluster.simulate_gpus == "auto" and installed_device() == "cpu")
     uuids = [] if on_cpu else gpu.nvml_uuids()
@@ -294,6 +297,8 @@ def _new_directory() -> str:
     for path in reaper.clear(base, PREFIX):
         log.info("removed %s of a run that was killed", path)
     try:
+        if (free := shutil.disk_usage(base).free) < LEAST_ROOM:
+            raise ConfigError(f"{variable}={base}: {free >> 20} MiB free, Ray needs {LEAST_ROOM >> 20} for its files")
         return tempfile.mkdtemp(prefix=PREFIX, dir=base)
     except OSError as error:
         raise ConfigError(f"{variable}={base}: {reason(error)}") from None

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from gkd.cluster import host
 from gkd.cluster.session import reaper
 from gkd.cluster.session.control_service import VARIABLE
 from gkd.errors import ConfigError, one_line
@@ -43,6 +44,12 @@ def server_variables(reconnect_s: float) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+
+
+def require_limits() -> None:
+    """Raise ConfigError for a limit of this process with which Ray does not start here."""
+    for state, mend in host.find_small_limits():
+        raise ConfigError(f"{state}: {mend}")
 
 
 @dataclass(frozen=True)

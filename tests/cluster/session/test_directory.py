@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd.cluster.session import connect
 from gkd.cluster.session.connect import LONGEST_BASE, _new_directory
 from gkd.errors import ConfigError
 
@@ -37,3 +38,15 @@ def test_where_tmp_is_not_writable_the_variable_that_was_used_is_named(monkeypat
     monkeypatch.setattr(tempfile, "tempdir", too_long := f"/{'x' * LONGEST_BASE}")  # as it is found by TMPDIR
     with pytest.raises(ConfigError, match=rf"^TMPDIR={too_long}:"):
         _new_directory()
+
+
+def test_a_place_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tempfile.mkdtemp(prefix="d", dir="/tmp")
+    try:
+        monkeypatch.setenv("RAY_TMPDIR", base)
+        monkeypatch.setattr(connect, "LEAST_ROOM", 1 << 70)
+        with pytest.raises(ConfigError, match=rf"RAY_TMPDIR={base}: \d+ MiB free"):
+            _new_directory()
+        assert not list(Path(base).iterdir())
+    finally:
+        shutil.rmtree(base)
