@@ -103,7 +103,8 @@ def keep_sigterm_handler() -> Iterator[None]:
 
     Ray puts a handler of its own in place, which exits with code 15, and while it connects one in C, which prints a
     stack and aborts: a SIGTERM that comes to this thread then waits until the program's own is back. Nothing is started
-    meanwhile, so that no process inherits that.
+    meanwhile, so that no process inherits that. One that comes to another thread is handed on by Ray's, which sets an
+    alarm first that aborts three seconds later.
     """
     own = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or own is signal.SIG_DFL:
@@ -114,10 +115,11 @@ def keep_sigterm_handler() -> Iterator[None]:
     connect = worker.connect
 
     def connect_undisturbed(*args: Any, **kwargs: Any) -> Any:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        mask, alarm = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}), signal.getitimer(signal.ITIMER_REAL)
         try:
             return connect(*args, **kwargs)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, *alarm)
             signal.signal(signal.SIGTERM, own)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -1,8 +1,8 @@
 """A run that takes its workers, tells where it is, and stays until it is ended from outside.
 
 With the argument `starting` it tells before Ray starts, to be ended while Ray does; with `connecting` once Ray's
-servers are started and it connects to them, with `disconnected` where it never does; with `hanging` Ray's start takes
-more than the second that it has.
+servers are started and it connects to them (`busy`: and takes four seconds to end), with `disconnected` where it never
+does; with `hanging` Ray's start takes more than the second that it has.
 `impatient` shortens the deadline of giving back. `waiting` waits for a call and has a second to finish without Ray's
 control service; `joined` does so on the cluster that RAY_ADDRESS names. Otherwise it has done what it had to do when
 that is gone.
@@ -43,7 +43,10 @@ def run():
     if sys.argv[1:] == ["hanging"]:
         session_module.START_TIMEOUT_S = 1.0
         session_module.ray.init = lambda *_, _temp_dir, **__: (tell(_temp_dir), time.sleep(600))
-    if sys.argv[1:] == ["connecting"]:
+    if sys.argv[1:] == ["busy"]:
+        close = session_module._close
+        session_module._close = lambda *rest, **more: (time.sleep(4), close(*rest, **more))
+    if sys.argv[1:] in (["connecting"], ["busy"]):
         joins = worker.connect
         worker.connect = lambda node, *rest, **more: (tell(node.get_temp_dir_path()), joins(node, *rest, **more))
     if sys.argv[1:] == ["disconnected"]:

@@ -170,7 +170,7 @@ def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(start, moment, delay
     assert not Path(directory).exists()
 
 
-@pytest.mark.parametrize(("moment", "delay_s"), [("starting", 0.3), ("connecting", 0.0), ("connecting", 0.1)])
+@pytest.mark.parametrize(("moment", "delay_s"), [("starting", 0.3), ("connecting", 0.0), ("busy", 0.1)])
 def test_sigterm_has_its_line_and_code_while_ray_starts(start, moment, delay_s):
     """Ray puts handlers of its own in place: one that exits with 15 and, as it connects, one that aborts."""
     run = start(moment)
