@@ -40,7 +40,9 @@ class Weights(OpenSettings):
         "placement allows; nccl_m2n, sharded_rdt: vLLM's own, of shards (docs/weights.md), which auto never takes; "
         f"or {OWN_CLASS} (OpenRLHF: vllm_sync_backend)",
     )
-    timeout_s: WaitSeconds = Field(300.0, description="time one push may take")
+    timeout_s: WaitSeconds = Field(
+        300.0, description="time in which no bucket of a push comes or is loaded that ends it"
+    )
     checksum: bool = Field(
         False, description="verify every bucket: SHA-256 in the object store, sums of its words by ipc and nccl"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -59,9 +60,12 @@ class WeightLoader:
         self._arrivals_of(push).wait()
         return self._sampler.engine.version
 
-    def count_arrived(self) -> tuple[int, int]:
-        """Return how many buckets of the newest push have come, and how many of them are loaded."""
-        return (0, 0) if self._arrivals is None else self._arrivals.progress()
+    def count_arrived(self) -> tuple[int, int, float]:
+        """Return how many buckets of the newest push have come, how many are loaded, and seconds since either changed.
+
+        Seconds are infinite before the first push.
+        """
+        return (0, 0, math.inf) if self._arrivals is None else self._arrivals.progress()
 
     def join_group(self, address: str, engines: Sequence[int], workers: int) -> None:
         """Join the actor and the other ``engines`` (ranks), of ``workers`` processes each, in a group for weights."""

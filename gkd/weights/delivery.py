@@ -19,7 +19,7 @@ from gkd.weights.transfer import IN_FLIGHT, Bucket
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One push: its ``number`` among all of a run, the ``version`` it brings, and the seconds that any wait may take.
+    """One push: its ``number`` among all of a run, the ``version`` it brings, and the seconds that a bucket may take.
 
     That is longer than the driver waits, which ends an engine that hangs, so that the others go on.
     """
@@ -89,6 +89,7 @@ class Arrivals:
         self._changed = threading.Condition()
         self._parts: dict[int, list[Bucket]] = {}
         self._n_arrived = self._n_loaded = 0
+        self._changed_at = time.monotonic()  # when a bucket came, or was loaded
         self._complete = False
         self._failure: BaseException | None = None
 
@@ -101,7 +102,8 @@ class Arrivals:
             parts = self._parts.setdefault(part.number, [])
             parts.append(part)
             whole = len(parts) == n_senders
-            self._n_arrived += whole
+            if whole:
+                self._n_arrived, self._changed_at = self._n_arrived + 1, time.monotonic()
             self._wait(lambda: self._n_loaded >= part.number + (not whole), f"{part} to be loaded")
         if not whole:
             return
@@ -112,7 +114,7 @@ class Arrivals:
             raise
         with self._changed:
             del self._parts[part.number]
-            self._n_loaded += 1
+            self._n_loaded, self._changed_at = self._n_loaded + 1, time.monotonic()
             self._complete = part.last
             self._changed.notify_all()
 
@@ -121,19 +123,19 @@ class Arrivals:
         with self._changed:
             self._wait(lambda: self._complete, f"weights version {self.push.version}")
 
-    def progress(self) -> tuple[int, int]:
-        """Return how many buckets have arrived, and how many of these are loaded."""
+    def progress(self) -> tuple[int, int, float]:
+        """Return how many buckets have arrived, how many of these are loaded, and seconds since either changed."""
         with self._changed:
-            return self._n_arrived, self._n_loaded
+            return self._n_arrived, self._n_loaded, time.monotonic() - self._changed_at
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait with the lock. Raises the failure of a load."""
-        end = time.monotonic() + self.push.limit_s
+        """Wait with the lock. Raises the failure of a load, and RunFailed where nothing comes or is loaded in time."""
         while not until():
             if self._failure is not None:
                 raise self._failure
-            if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+            if (left_s := self._changed_at + self.push.limit_s - time.monotonic()) <= 0:
                 raise RunFailed(f"waited {self.push.limit_s:g} s in vain for {what}")
+            self._changed.wait(left_s)
 
     def _end(self, error: BaseException) -> None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from gkd.actor.group import ActorGroup
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
-from gkd.cluster.workers.group import PendingCall, find_first_death, gather
+from gkd.cluster.workers.group import Deadline, PendingCall, find_first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
@@ -50,7 +51,7 @@ class WeightSync:
     def push(self, engines: Sequence[int] | None = None) -> None:
         """Send the current weights to all engines that are there, or to these alone, while the others go on.
 
-        Raises RunFailed when that fails or takes longer than ``weights.timeout_s``.
+        Raises RunFailed when that fails, or no bucket is loaded for ``weights.timeout_s``.
         """
         try:
             self._push(engines)
@@ -132,7 +133,8 @@ class WeightSync:
         sending = self.actor.group.submit_each("weights.send", arguments, activity=f"sending {about}")
         if self._transfer.collective:
             receiving = self._submit("weights.receive", push, activity=f"loading {about}")
-            served = self._wait_together([sending, receiving], lambda: f"loading bucket {self._bucket()} of {about}")[1]
+            calls, deadline = [sending, receiving], self._loading_deadline()
+            served = self._wait_together(calls, lambda: f"loading bucket {self._bucket()} of {about}", deadline)[1]
             return dict(zip(self._engines, served, strict=True))
         versions = self._wait_for(sending, about)
         unheard = [engine for engine in self._engines if engine not in versions]
@@ -152,39 +154,50 @@ class WeightSync:
     def _wait_for(self, sending: PendingCall, about: str) -> dict[int, Any]:
         """Wait until all buckets are loaded, or their engines lost; those that hang at the deadline are.
 
-        Returns the versions that engines serve, by engine, by the ranks' count. The push has its time again where
-        an engine hung. Raises RunFailed where no engine hangs, but the actor does.
+        Returns the versions that engines serve, by engine, by the ranks' count. Raises RunFailed where no engine hangs,
+        but the actor does.
         """
         while True:
-            (ranks,) = gather([sending], self._measure_left(), keep_late=True)
+            (ranks,) = gather([sending], self._loading_deadline(), keep_late=True)
+            self._end = time.monotonic() + self.config.weights.timeout_s
             late = [rank for rank in ranks if isinstance(rank, WorkerHung)]
             if not late:
                 return {engine: version for served in ranks for engine, version in served.items()}
             limit = self.config.weights.timeout_s
             hanging = {
                 engine: loaded + 1
-                for engine, (arrived, loaded) in self._progress().items()
+                for engine, (arrived, loaded, _) in self._progress().items()
                 if arrived is None or arrived > loaded
             }
             if not hanging:
                 raise RunFailed(str(late[0]))
-            self._end = time.monotonic() + limit
             for engine, bucket in hanging.items():
                 who = self.rollout.group.reports[engine]
                 text = f"loading bucket {bucket} of {about}: not done after {limit:g} s, still waiting for {who}"
                 self.rollout.lose(engine, WorkerHung(text))
 
-    def _progress(self) -> dict[int, tuple[int | None, int]]:
-        """Return how many buckets have arrived at each engine, and how many are loaded; None, 0 without an answer."""
+    def _loading_deadline(self) -> Deadline:
+        """Return the time that buckets on their way have: it begins again with each that comes or is loaded."""
+        return Deadline(self.config.weights.timeout_s, self._measure_idle)
+
+    def _measure_idle(self) -> float:
+        """Return seconds since a bucket came to an engine, or was loaded by one; infinite where none answers."""
+        return min((idle_s for _, _, idle_s in self._progress().values()), default=math.inf)
+
+    def _progress(self) -> dict[int, tuple[int | None, int, float]]:
+        """Return how many buckets have arrived at each engine, how many are loaded, and seconds since either changed.
+
+        They are None, 0 and infinite without an answer.
+        """
         engines = self._engines
         call = self._submit("weights.count_arrived", activity="reporting which buckets are loaded")
         (answers,) = gather([call], ANSWERS_S, keep_deaths=True, keep_late=True)
         there = zip(engines, answers, strict=True)
-        return {engine: (None, 0) if isinstance(its, WorkerDied) else its for engine, its in there}
+        return {engine: (None, 0, math.inf) if isinstance(its, WorkerDied) else its for engine, its in there}
 
     def _bucket(self) -> int:
         """Return the number, from 1, of the bucket that the engines are at."""
-        return max((arrived or 0 for arrived, _ in self._progress().values()), default=0)
+        return max((arrived or 0 for arrived, _, _ in self._progress().values()), default=0)
 
     def _call_engines(
         self, method: str, *args: Any, activity: str, engines: Sequence[int] | None = None
@@ -211,7 +224,7 @@ class WeightSync:
         address = root.call("weights.new_group", timeout_s=self._measure_left(), activity=activity)[0]
         calls = [root.submit("weights.join_group", address, 1 + self._span * len(engines), activity=activity),
                  self._submit("weights.join_group", address, engines, self._span, activity=activity)]  # fmt: skip
-        self._wait_together(calls, lambda: activity)
+        self._wait_together(calls, lambda: activity, self._measure_left())
         self._group = self._members()
 
     def _members(self) -> tuple[int, list[tuple[int, int]]]:
@@ -221,10 +234,12 @@ class WeightSync:
     def _submit(self, method: str, *args: object, activity: str) -> PendingCall:
         return self.rollout.group.select(self._engines).submit_control(method, *args, activity=activity)
 
-    def _wait_together(self, calls: list[PendingCall], activity: Callable[[], str]) -> list[list[Any]]:
+    def _wait_together(
+        self, calls: list[PendingCall], activity: Callable[[], str], timeout_s: float | Deadline
+    ) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""
         try:
-            return gather(calls, self._measure_left())
+            return gather(calls, timeout_s)
         except RunFailed as failure:
             # Whoever lost its partner may report that before Ray has noticed the death that is behind it.
             death = failure if isinstance(failure, WorkerDied) else find_first_death(calls, DEATH_IS_KNOWN_S)

@@ -266,6 +266,22 @@ def test_by_nccl_a_new_group_is_made_of_those_alive_and_a_death_in_a_broadcast_e
     end(engines)
 
 
+@pytest.mark.parametrize("transfer", ["ipc", "nccl"])
+def test_a_push_may_take_longer_than_any_of_its_buckets(actors: Group, pair: Group, transfer: str) -> None:
+    """As of a large model over a slow network."""
+    config, gpus = settings(transfer, timeout_s=2.5), ENGINE_GPUS[transfer][:2]
+    pair.control("use", config, gpus, timeout_s=30)
+    system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
+    for engine in (0, 1):
+        system.trouble(engine, "slow in receive", 0)
+    began = time.monotonic()
+    system.push(8)
+    assert time.monotonic() - began > 1.5 * config.weights.timeout_s
+    for engine in (0, 1):
+        system.trouble(engine, "", 0)
+    system.expect_served(8)
+
+
 def test_an_engine_that_hangs_takes_no_time_from_the_others_and_the_last_one_ends_the_run(
     actors: Group, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -173,6 +173,8 @@ class Keeper(InferenceEngine[SampleRequest, Sample]):
             os._exit(3)
         if self.trouble == (f"hang in {where}", number):
             time.sleep(60)
+        if self.trouble[0] == f"slow in {where}":
+            time.sleep(0.8)
 
 
 class CpuRollout(rollout_worker.RolloutWorker):
