@@ -22,6 +22,30 @@ class Checksum:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class DirectoryIdentity:
+    """A directory as it was when a program began to write into it. What is open there goes along where it is moved."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> DirectoryIdentity:
+        """Return the directory that is at ``path`` now."""
+        its = path.stat()
+        return cls(path, its.st_dev, its.st_ino)
+
+    def describe_change(self) -> str | None:
+        """Return that it is not there any more; None where it is. Raises OSError where that cannot be seen."""
+        try:
+            its = self.path.stat()
+        except FileNotFoundError:
+            return f"{self.path} was moved or deleted while the run went on"
+        same = (its.st_dev, its.st_ino) == (self.device, self.inode)
+        return None if same else f"{self.path} was moved while the run went on, and another directory is there now"
+
+
 def compute_checksum(path: Path) -> Checksum:
     """Read a file whole for its checksum. Raises OSError."""
     with path.open("rb") as file:

@@ -11,7 +11,8 @@ from gkd.actor.batches import balance_over_ranks, combine_mini_batches
 from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
-from gkd.cluster.workers.group import Attend, Deadline, Group, PendingCall, gather, is_any_done, is_done, read_outcome
+from gkd.cluster.workers.deadline import Deadline
+from gkd.cluster.workers.group import Attend, Group, PendingCall, gather, is_any_done, is_done, read_outcome
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory
 from gkd.types import TrainingSample

@@ -10,8 +10,9 @@ from contextlib import suppress
 
 from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.colocation import Colocation
+from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.environment import environment
-from gkd.cluster.workers.group import Attend, Deadline, Group, PendingCall, attend_until_done, gather, is_done, wait
+from gkd.cluster.workers.group import Attend, Group, PendingCall, attend_until_done, gather, is_done, wait
 from gkd.config import Config
 from gkd.errors import RunFailed
 
@@ -54,14 +55,17 @@ class ActorRanks:
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""
+        n_parameters: list[int] = gather([self.submit_load()], self.config.cluster.start_timeout_s)[0]
+        return n_parameters[0]
+
+    def submit_load(self) -> PendingCall:
+        """Have the ranks meet, once they are built, and start to read the student; the result is :meth:`load`'s."""
         self.colocation.onload_actor()
         limit = self.config.cluster.start_timeout_s
         host, port = self.group.select([0]).call("open_store", timeout_s=limit, activity="opening the rendezvous")[0]
         self.group.call("join", host, port, timeout_s=limit, activity="meeting the other ranks")
-        activity = "loading the student (cluster.start_timeout_s)"
-        n_parameters: list[int] = self.group.call("load", timeout_s=limit, activity=activity)
         self._loaded = True
-        return n_parameters[0]
+        return self.group.submit("load", activity="loading the student (cluster.start_timeout_s)")
 
     def _start_again(self) -> None:
         """Start new processes in place of all ranks, which go on with weights and optimizer state of the old ones.

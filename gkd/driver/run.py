@@ -116,7 +116,7 @@ def _drive(
         first = 0 if saved is None else _forget_after(saved, output)
         with MetricsLog(output / METRICS, trackers, events, on_step) as metrics, JsonLines(output / SAMPLES) as sampled:
             samples = SampleLog(sampled, config, inputs.tokenizer, trackers)
-            checkpoints = Checkpoints(requested, output, started_s, fingerprints, first)
+            checkpoints = Checkpoints(requested, output, started_s, fingerprints, first, (metrics, sampled))
             best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
             scorer = "teacher" if external else "rewards"
             timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first, scorer)
@@ -193,8 +193,10 @@ def _train_and_save(
     state = _validate_before(config, parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
         end = train(config, parts, log, state)
+        log.checkpoints.require_place()
         parts.actor.save(str(output / "model"))
         log.checkpoints.wait()
+        log.metrics.require_written()
         write_scores([SetScores("val", 1, parts.validation.scores), *parts.val_sets.last_scores()], output)
         wall_s = state.wall_s + time.monotonic() - log.checkpoints.started
         summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
@@ -282,7 +284,7 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) 
 
 
 def _place_and_show(config: Config, session: Session, output: Path) -> Placement:
-    """Place the groups; the table is shown and placement.json written also when the check fails."""
+    """DirectoryIdentity the groups; the table is shown and placement.json written also when the check fails."""
 
     def show(placement: Placement, is_right: bool) -> None:
         print_table(placement.reports, narrow=is_right)

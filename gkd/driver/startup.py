@@ -28,6 +28,9 @@ from gkd.scoring.client import ScoringClient
 
 log = logging.getLogger("gkd")
 
+ANNOUNCE_S = 60.0
+"""How often a line states which workers models are still loaded for."""
+
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -55,8 +58,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         "rollout": own.build,
         **scorers.builds(),
     }
-    for wave in waves({name: groups[name] for name in builds}):
-        gather([call for name in wave for call in builds[name]()], limit)
+    _load_models(builds, groups, actor, limit)
     followers = [own.bind() for own in (engines, *scorers.engines.values())]
     clients = scorers.client_arguments(len(rollout))
     scorer_watch = scorers.watch(placement, clients)
@@ -73,7 +75,6 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         colocation.samplers = [rollout_group] if "rollout" in config.groups_on_actor_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     rollout_group.refresh = sync.refresh
-    actor.load()
     # What is trained in 4 bits is not quite the model that the engines have read; what shards need shows at the first
     # push, which had better not come after a whole step; and only requests that begin with an adapter go on with the
     # next one.
@@ -90,6 +91,29 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         groups["actor"].reports[0].device, answers=answers,
     )  # fmt: skip
     return System(parts, teachers)
+
+
+def _load_models(
+    builds: Mapping[str, Callable[[], list[PendingCall]]], groups: Mapping[str, Group], actor: ActorGroup, limit: float
+) -> None:
+    """Build all workers, which load their models as they are built; the actor's load theirs when they have met.
+
+    That is beside the engines where none is on the actor's GPUs, and else after them, as vLLM measures what is free.
+    """
+    own = {uuid for report in groups["actor"].reports for uuid in report.gpu_uuids}
+    others = {
+        uuid for name in builds if name != "actor" for report in groups[name].reports for uuid in report.gpu_uuids
+    }
+    in_waves, loading = waves({name: groups[name] for name in builds}), list[PendingCall]()
+    for wave in in_waves:
+        calls = {name: builds[name]() for name in wave}
+        if "actor" in calls and not own & others:
+            gather(calls.pop("actor"), limit, announce_s=ANNOUNCE_S)
+            loading = [actor.submit_load()]
+        pending = [call for its in calls.values() for call in its]
+        gather([*pending, *(loading if wave is in_waves[-1] else ())], limit, announce_s=ANNOUNCE_S)
+    if not loading:
+        gather([actor.submit_load()], limit, announce_s=ANNOUNCE_S)
 
 
 def waves(groups: Mapping[str, Group]) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -13,14 +14,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from gkd import durable
 from gkd.types import TrainingSample
 
 if TYPE_CHECKING:
     from gkd.cluster.workers.reports import WorkerReport
 
+log = logging.getLogger("gkd")
+
 _NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What some programs take for the end of a line, and halves of surrogate pairs, which no file can hold."""
 BLOCK = 1 << 16
+MOST_KEPT_BYTES = 64 << 20
 Z_95 = 1.959963984540054
 """Quantile 0.975 of the normal distribution: a 95 % interval is so many standard errors to either side."""
 
@@ -36,6 +41,7 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
         self._name = str(path)
         self._unwritten = b""  # of a disk that was full, of which a part of a line may be in the file
+        self._is_behind = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object.
@@ -45,6 +51,29 @@ class JsonLines:
         """
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
         self._unwritten += _NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
+        self.require_written()
+
+    def keep(self, row: Mapping[str, Any]) -> None:
+        """Append one object, now or, where the disk is full, before a later one: a run goes on meanwhile.
+
+        A warning states that, and a line when the file is whole again. Raises ValueError as :meth:`write`, and OSError
+        once there is more than :data:`MOST_KEPT_BYTES` to be written.
+        """
+        try:
+            JsonLines.write(self, row)
+        except OSError as error:
+            if len(self._unwritten) > MOST_KEPT_BYTES:
+                raise
+            if not self._is_behind:
+                log.warning("%s; what it lacks is written later", durable.reason(error))
+            self._is_behind = True
+        else:
+            if self._is_behind:
+                log.info("%s is whole again", self._name)
+            self._is_behind = False
+
+    def require_written(self) -> None:
+        """Raise OSError, which names the file, unless all that was to be written is in it."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -56,6 +85,8 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # what could not be written was warned of, and all else is
+            self.require_written()
+        with contextlib.suppress(OSError):
             self._file.close()
 
 

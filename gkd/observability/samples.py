@@ -42,7 +42,7 @@ class SampleLog:
         fetched = fetch_samples(first, FETCH_TIMEOUT_S)
         rows = [{"step": step, **self._row(sample, scored)} for sample, scored in zip(first, fetched, strict=True)]
         for row in rows:
-            self.file.write(row)
+            self.file.keep(row)
         if self.trackers is not None:
             self.trackers.log_samples(step, rows)
 

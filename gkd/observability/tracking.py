@@ -174,7 +174,7 @@ class MetricsLog(JsonLines):
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
-        super().write(row)
+        self.keep(row)
         if validated := {name: value for name, value in row.items() if name.startswith("val/")}:
             note("validation", changes(validated), step=row["step"], metrics=validated)
         if self.events is not None:

@@ -14,6 +14,7 @@ from gkd.cluster.health.fleet import Health, HealthEvent
 from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
 from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.workers.colocation import SLACK_S, Colocation
+from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.cluster.workers.group import Group, PendingCall, fetch_samples, gather
 from gkd.config import Config
@@ -116,7 +117,7 @@ class RolloutGroup:
         Raises as :meth:`collect`; ``timeout_s`` is for what is waited here.
         """
         self._sample_lost_again()
-        since, left, began = time.monotonic(), deque(keys), False
+        deadline, left, began = Deadline(timeout_s, self._measure_idle), deque(keys), False
         while left:
             there: list[TrainingSample] = []
             while left and left[0] in self._done:
@@ -124,13 +125,13 @@ class RolloutGroup:
             if there or not began:
                 began = True
                 yield there
-                since = time.monotonic()  # what is done with them is no waiting
+                deadline = Deadline(timeout_s, self._measure_idle)  # what is done with them is no waiting
                 continue
             self._refresh()
-            if time.monotonic() > (deadline := max(since, self._progressed) + timeout_s):
+            if deadline.is_over():
                 missing = sum(key not in self._done for key in left)
                 raise RunFailed(self._describe_delay(f"{missing} samples are not finished and scored", timeout_s))
-            self._work(deadline)
+            self._work(deadline.end)
 
     def take(self, wait_s: float) -> list[TrainingSample]:
         """Return what is finished and not collected yet, in the order in which it came; waits ``wait_s`` for some.
@@ -155,15 +156,19 @@ class RolloutGroup:
         engines that are there have the weights; others get them when they are back. Raises RunFailed when
         nothing is sampled or scored for ``timeout_s`` or no engine is left.
         """
-        since = time.monotonic()
+        deadline = Deadline(timeout_s, self._measure_idle)
         while behind := [e for e in self.present_engines if self._dispatcher.versions.get(e, -1) < self.version]:
             drained = [engine for engine in behind if self._dispatcher.is_drained(engine)]
             if drained and (len(drained) == len(behind) or not together):
                 return drained
-            if time.monotonic() > (deadline := max(since, self._progressed) + timeout_s):
+            if deadline.is_over():
                 raise RunFailed(self._describe_delay("what was requested is not sampled", timeout_s))
-            self._work(deadline)
+            self._work(deadline.end)
         return []
+
+    def _measure_idle(self) -> float:
+        """Return seconds since anything was sampled or scored."""
+        return time.monotonic() - self._progressed
 
     def _work(self, deadline: float, calls: Sequence[Any] = ()) -> None:
         """Hand requests out and take in what engines have finished, waiting a second or so for it, or for a call."""
@@ -204,6 +209,7 @@ class RolloutGroup:
         """Return the message of a wait that is over: what failed and where the requests are."""
         at_work = self._dispatcher.at_work
         holding = [f"{self.group.reports[i]} with {len(requests)}" for i, requests in at_work.items() if requests]
+        holding = holding or ["none"]
         others = f" and {len(holding) - 3} more" if len(holding) > 3 else ""
         return (
             f"{failure}, and none was for {timeout_s:g} s (rollout.timeout_s); engines "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
@@ -11,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -220,8 +222,12 @@ def test_a_run_that_has_diverged_is_shown(run: RunFiles, capfd: pytest.CaptureFi
     assert "1.5e+308" in text_of(run, capfd, "--once")
 
 
-def test_queues_that_cannot_be_written_are_no_matter(tmp_path: Path) -> None:
+def test_queues_that_cannot_be_written_are_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     QueueFile(tmp_path / "nowhere" / "engines.json").write_if_due(lambda: Queues(0.0, 0, 1, []))
+    with monkeypatch.context() as failing:  # as on a server of files that does not answer
+        for call in ("replace", "unlink"):
+            failing.setattr(Path, call, Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        QueueFile(tmp_path / "engines.json").write_if_due(lambda: Queues(0.0, 0, 1, []))
 
 
 def test_a_run_that_has_just_begun_has_nothing_more(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:

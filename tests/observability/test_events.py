@@ -157,3 +157,27 @@ def test_a_disk_that_was_full_for_a_while_costs_no_line(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         lines.write({"n": 3, "text": long})
     assert rows(tmp_path) == [{"n": n, "text": long} for n in range(4)]
+
+
+def test_a_run_goes_on_while_the_disk_is_full_and_its_lines_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits, long = resource.getrlimit(resource.RLIMIT_FSIZE), "x" * 20_000
+    caplog.set_level(logging.INFO, "gkd")
+    with JsonLines(tmp_path / "events.jsonl") as lines:
+        lines.keep({"n": 0, "text": long})
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+            for n in (1, 2):
+                lines.keep({"n": n, "text": long})
+            with pytest.raises(OSError, match=r"events\.jsonl"):  # no checkpoint is complete without them
+                lines.require_written()
+            monkeypatch.setattr("gkd.observability.metrics.MOST_KEPT_BYTES", 50_000)
+            with pytest.raises(OSError, match=r"events\.jsonl"):
+                lines.keep({"n": 3, "text": long})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        lines.keep({"n": 4, "text": long})
+    assert rows(tmp_path) == [{"n": n, "text": long} for n in range(5)]
+    (warning, line) = (record.getMessage() for record in caplog.records)
+    assert contains_in_order(warning, "events.jsonl", "written later") and "whole again" in line

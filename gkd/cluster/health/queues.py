@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,4 +50,5 @@ class QueueFile:
             temporary.write_text(json.dumps(asdict(queues())), encoding="utf-8")
             temporary.replace(self._file)
         except OSError:  # what must be written warns of a full disk
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # as of a server that does not answer
+                temporary.unlink()

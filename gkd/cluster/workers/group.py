@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.session.control_service import ControlService
+from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung, explain
 from gkd.cluster.workers.worker import end_family
 from gkd.errors import ControlLost, RunFailed
@@ -28,29 +30,6 @@ POLL_EVERY_S = 1.0
 """How often a wait looks whether Ray's control service is there."""
 GET_S = 20.0
 """How often it looks while it gets a result, which may be large and would be begun anew."""
-
-
-class Deadline:
-    """The time that a wait has: ``limit_s`` from now, and from when anything was last done for it.
-
-    ``idle_s`` returns the seconds since then, and is called when the time is over; None: nobody knows. ``setting`` is
-    what it comes from, for messages.
-    """
-
-    def __init__(self, limit_s: float, idle_s: Callable[[], float] | None = None, setting: str = "") -> None:
-        self.limit_s, self._idle_s, self._setting = limit_s, idle_s, setting
-        self.end = time.monotonic() + limit_s
-        """When it is over, as far as is known."""
-
-    def is_over(self) -> bool:
-        """Return whether the time is over, also after a look at what was done meanwhile."""
-        if self._idle_s is not None and time.monotonic() >= self.end:
-            self.end = time.monotonic() + self.limit_s - self._idle_s()
-        return time.monotonic() >= self.end
-
-    def __str__(self) -> str:
-        over = "not done after" if self._idle_s is None else "nothing was done for"
-        return f"{over} {self.limit_s:g} s{f' ({self._setting})' if self._setting else ''}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +169,12 @@ def kill_worker(pid: int) -> None:
 
 
 def gather(
-    calls: Sequence[PendingCall], timeout_s: float | Deadline, *, keep_deaths: bool = False, keep_late: bool = False
+    calls: Sequence[PendingCall],
+    timeout_s: float | Deadline,
+    *,
+    keep_deaths: bool = False,
+    keep_late: bool = False,
+    announce_s: float = math.inf,
 ) -> list[list[Any]]:
     """Wait for calls of any number of groups; results per call, in rank order.
 
@@ -198,9 +182,10 @@ def gather(
     was awaited; a ConfigError or RunFailed from inside a worker comes out as it is. For groups in which others can do a
     worker's work, one that died has with ``keep_deaths`` its WorkerDied in place of a result, and one that has not
     answered in time with ``keep_late`` its WorkerHung. Raises ControlLost when the time that Ray leaves a run without
-    its control service is over.
+    its control service is over. A line states what is still awaited every ``announce_s`` seconds.
     """
     deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline(timeout_s)
+    announcement = Deadline(announce_s)
     owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
     services = {call.service for call in calls if call.service is not None}
     results: dict[Any, Any] = {}
@@ -209,6 +194,9 @@ def gather(
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_poll(deadline.end))
         if not ready and not deadline.is_over():
             _require_time(services)
+            if announcement.is_over():
+                log.info(_waiting_text(calls, set(waiting), owner))
+                announcement = Deadline(announce_s)
             continue
         if not ready:
             if not keep_late:
@@ -332,10 +320,14 @@ def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDi
 
 
 def _timeout_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], over: Deadline) -> str:
-    activity = "; ".join(call.activity for call in calls if waiting & set(call.refs))
+    return _waiting_text(calls, waiting, owner, f"{over}, ")
+
+
+def _waiting_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], over: str = "") -> str:
+    activity = "; ".join(dict.fromkeys(call.activity for call in calls if waiting & set(call.refs)))
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""
-    return f"{activity}: {over}, still waiting for {', '.join(late[:3])}{others}"
+    return f"{activity}: {over}still waiting for {', '.join(late[:3])}{others}"
 
 
 def fetch(refs: Sequence[Any], timeout_s: float, activity: str) -> list[Any]:

@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,10 @@ from gkd.config import Config
 from gkd.config.output_files import METRICS, SAMPLES
 from gkd.driver.checkpoints import checkpoint
 from gkd.driver.checkpoints.checkpoint import RANKS, Cause, RunState, SavedCheckpoint
-from gkd.durable import Checksum, flush, reason
+from gkd.durable import Checksum, DirectoryIdentity, flush, reason
 from gkd.errors import RunFailed, describe_error
 from gkd.observability import events
-from gkd.observability.metrics import keep_finite
+from gkd.observability.metrics import JsonLines, keep_finite
 
 log = logging.getLogger("gkd")
 
@@ -42,11 +42,21 @@ class Checkpoints:
     the driver's part of each step. A checkpoint is completed at the first of these calls after its files are written.
 
     ``started`` is when the run began (``time.monotonic``); ``data`` are fingerprints of its prompts and models;
-    ``first`` is the step that it goes on after. A directory of checkpoints belongs to one run at a time.
+    ``first`` is the step that it goes on after; ``logs`` are files whose lines are there wherever a checkpoint is.
+    A directory of checkpoints belongs to one run at a time.
     """
 
-    def __init__(self, config: Config, output: Path, started: float, data: Mapping[str, str], first: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        output: Path,
+        started: float,
+        data: Mapping[str, str],
+        first: int = 0,
+        logs: Sequence[JsonLines] = (),
+    ) -> None:
         self.config, self.directory, self.started, self.data = config, output / "checkpoints", started, data
+        self._place, self._logs = DirectoryIdentity.of(output), logs
         self._newest = self._done = first  # steps: of the newest checkpoint; that are trained, validated and logged
         self._states: dict[int, RunState] = {}
         self._writing: RunningWrite | None = None
@@ -81,6 +91,11 @@ class Checkpoints:
             self._begin(actor, "step")
         elif self._writing is None and self._minutes() >= (trainer.save_minutes or math.inf):
             self._begin(actor, "time")
+
+    def require_place(self) -> None:
+        """Raise RunFailed where the run's directory is not there any more: another one would be written into."""
+        if change := self._place.describe_change():
+            raise RunFailed(f"trainer.output_dir: {change}")
 
     def wait(self) -> None:
         """Return once the one under way is complete, or has failed."""
@@ -131,6 +146,7 @@ class Checkpoints:
     def _start(self, actor: ActorGroup, cause: Cause) -> None:
         """Have all ranks copy what they hold and write it. Raises RunFailed or OSError."""
         self._begun = time.monotonic()
+        self.require_place()
         applied = actor.stage()
         state = self._states.get(applied.step)
         if state is None:
@@ -157,8 +173,11 @@ class Checkpoints:
                 limit = self.config.trainer.save_timeout_s
                 raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
             written: list[tuple[str, Checksum]] = gather([writing.calls], left)[0]
+            self.require_place()
             files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
+            for lines in self._logs:
+                lines.require_written()
             for file in (self.directory.parent / name for name in (METRICS, SAMPLES)):
                 if file.exists():  # a checkpoint states that their lines up to its step are there
                     flush(file)
@@ -166,7 +185,9 @@ class Checkpoints:
         except (RunFailed, OSError) as error:
             with suppress(RunFailed):  # of one rank; others may be writing there still
                 wait(writing.calls, max(0.0, writing.deadline - time.monotonic()))
-            shutil.rmtree(saved.path, ignore_errors=True)
+            with suppress(OSError):
+                if self._place.describe_change() is None:
+                    shutil.rmtree(saved.path)
             if not warn:
                 raise
             self._fail(saved.state.step, saved.cause, error)

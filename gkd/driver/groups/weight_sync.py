@@ -10,8 +10,9 @@ from typing import Any
 from gkd.actor.group import ActorGroup
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
+from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
-from gkd.cluster.workers.group import Deadline, PendingCall, find_first_death, gather
+from gkd.cluster.workers.group import PendingCall, find_first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup

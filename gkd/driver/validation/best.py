@@ -29,7 +29,7 @@ class BestModel:
     """
 
     def __init__(self, metric: str, output: Path) -> None:
-        self.metric, self.file = metric, output / BEST
+        self.metric, self.file, self._place = metric, output / BEST, durable.DirectoryIdentity.of(output)
         self.directory = Path(os.path.realpath(output / "best"))  # written where a link leads
         self.value: float | None = None
         self._failure: str | None = None
@@ -62,6 +62,8 @@ class BestModel:
             raise RunFailed(self._failure)
 
     def _write(self, step: int, value: float, actor: ActorGroup, attend: Attend | None) -> None:
+        if change := self._place.describe_change():
+            raise StudentNotWritten(change)
         new = self.directory.with_name(f".{self.directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         actor.save(str(new), attend)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import validation_rewards
+from gkd.cluster.workers.deadline import Deadline
 from gkd.config import Config
 from gkd.config.top_k import top_k_for_validation
 from gkd.driver.inputs.find import Inputs
@@ -130,10 +130,10 @@ class Validation:
         length = self.config.rollout.max_response_length
         futures = [self.teachers[teacher_of(p)].submit(GenerateRequest(p.teacher_prompt_ids, length)) for p in prompts]
         limit = self.config.rollout.timeout_s
-        late, since = set(futures), time.monotonic()
-        while late and time.monotonic() < since + limit:
+        late, deadline = set(futures), Deadline(limit)
+        while late and not deadline.is_over():
             done, late = wait(late, POLL_EVERY_S)
-            since = time.monotonic() if done else since
+            deadline = Deadline(limit) if done else deadline
             self.rollout.attend(wait_s=0.0)  # a replica that dies meanwhile is started again
         if late:
             raise RunFailed(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.group import Group
+from gkd.driver import startup
 from gkd.driver.startup import waves
 
 
@@ -90,3 +93,24 @@ def test_engines_on_one_gpu_start_one_after_the_other(on: dict[str, str], expect
     assert waves({name: group(name, f"GPU-{gpu}") for name, gpu in on.items()}) == expected
     # On simulated GPUs there is nothing that vLLM could measure.
     assert waves({name: group(name, f"SIM-{gpu}") for name, gpu in on.items()}) == [list(on)]
+
+
+@pytest.mark.parametrize(
+    ("on", "expected"),
+    [
+        ({"actor": "a", "rollout": "b", "teacher": "c"}, [["actor"], ["rollout", "teacher", "load"]]),
+        ({"actor": "a", "rollout": "b", "teacher": "b"}, [["actor"], ["rollout"], ["teacher", "load"]]),
+        ({"actor": "a", "rollout": "b", "teacher": "a"}, [["actor", "rollout", "teacher"], ["load"]]),
+        ({"actor": "a", "rollout": "a", "teacher": "a"}, [["actor", "rollout"], ["teacher"], ["load"]]),
+    ],
+)  # fmt: skip
+def test_the_student_is_read_beside_engines_that_are_on_other_gpus(
+    on: dict[str, str], expected: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each wait is for; vLLM measures what is free as it starts."""
+    waits: list[Any] = []
+    monkeypatch.setattr(startup, "gather", lambda calls, limit, announce_s: waits.append(list(calls)))
+    builds: Any = {name: lambda name=name: [name] for name in on}
+    actor: Any = SimpleNamespace(submit_load=lambda: "load")
+    startup._load_models(builds, {name: group(name, f"GPU-{gpu}") for name, gpu in on.items()}, actor, 60.0)
+    assert waits == expected

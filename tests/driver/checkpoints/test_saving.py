@@ -13,6 +13,7 @@ from gkd.config import load
 from gkd.driver.checkpoints import checkpoint, saving
 from gkd.driver.checkpoints.checkpoint import RunState, complete, read
 from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.errors import RunFailed
 
 
 class Actor:
@@ -34,6 +35,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(saving, "gather", lambda calls, limit: [[]])
     monkeypatch.setattr(saving, "is_done", lambda calls: True)
+    monkeypatch.setattr(saving, "wait", lambda calls, limit: None)
     return now
 
 
@@ -70,3 +72,51 @@ def test_one_whose_deletion_is_cut_short_is_none(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         checkpoint.remove(path)
     assert complete(tmp_path) == [] and checkpoint.list_incomplete(tmp_path) == [path]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_written_where_the_run_is_not_any_more(
+    tmp_path: Path, now: list[float], caplog: pytest.LogCaptureFixture, replaced: bool
+) -> None:
+    """Its directory was moved, and maybe another run is there."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    config = load({"trainer": {"total_steps": 200, "save_every": 1, "keep_checkpoints": 1}})
+    writer, actor = Checkpoints(config, run, now[0], {}), Actor()
+
+    def save(step: int) -> None:
+        actor.step = step
+        writer.save_if_due(actor, RunState(step))  # type: ignore[arg-type]
+        writer.wait()
+
+    save(1)
+    run.rename(moved)
+    if replaced:
+        (run / "checkpoints" / "step_1").mkdir(parents=True)
+    save(2)
+    assert complete(run / "checkpoints") == []
+    assert run.exists() == replaced and (not replaced or (run / "checkpoints" / "step_1").exists())
+    with pytest.raises(RunFailed, match=r"trainer\.output_dir.* moved"):
+        writer.require_place()
+    assert "goes on" in caplog.text
+    if replaced:
+        shutil.rmtree(run)
+    moved.rename(run)  # nothing is lost where it comes back
+    save(3)
+    assert [path.name for path in complete(run / "checkpoints")] == ["step_3"]
+
+
+def test_a_checkpoint_whose_lines_are_not_written_is_none(tmp_path: Path, now: list[float]) -> None:
+    config = load({"trainer": {"total_steps": 200, "save_every": 1}})
+
+    class Behind:
+        def require_written(self) -> None:
+            raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    logs: list[Any] = [Behind()]
+    writer, actor = Checkpoints(config, tmp_path, now[0], {}, logs=logs), Actor()
+    for actor.step in (1, 2):
+        writer.save_if_due(actor, RunState(actor.step))  # type: ignore[arg-type]
+        writer.wait()
+        logs.clear()
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_2"]

@@ -1,5 +1,6 @@
 """Calling the workers of a group: order, concurrency, and what is said when one fails, dies or is late."""
 
+import logging
 import os
 import re
 import signal
@@ -124,6 +125,16 @@ def test_a_timeout_says_what_was_awaited_and_for_how_long(groups):
     with pytest.raises(RunFailed, match=r"^actor: holding still: .*\b0\.5 s, .*actor rank 0 \(pid \d+ on "):
         groups["actor"].call("wait_for_flag", timeout_s=0.5, activity="holding still")
     groups["actor"].control("set_flag", timeout_s=60)
+
+
+def test_a_long_wait_says_every_while_what_it_waits_for(groups, caplog):
+    caplog.set_level(logging.INFO, "gkd")
+    call = groups["actor"].submit("wait_for_flag", activity="loading much")
+    with pytest.raises(RunFailed, match="loading much"):
+        gather([call], 2.5, announce_s=0.5)
+    groups["actor"].control("set_flag", timeout_s=60)
+    lines = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(lines) <= 4 and all(contains_in_order(line, "loading much", "actor rank 0 (pid") for line in lines)
 
 
 def test_a_death_names_the_worker_and_the_reason(placed):
