@@ -284,7 +284,7 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) 
 
 
 def _place_and_show(config: Config, session: Session, output: Path) -> Placement:
-    """DirectoryIdentity the groups; the table is shown and placement.json written also when the check fails."""
+    """Place the groups; the table is shown and placement.json written also when the check fails."""
 
     def show(placement: Placement, is_right: bool) -> None:
         print_table(placement.reports, narrow=is_right)

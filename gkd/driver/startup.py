@@ -58,7 +58,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         "rollout": own.build,
         **scorers.builds(),
     }
-    _load_models(builds, groups, actor, limit)
+    is_loaded = _build_workers(builds, groups, actor, limit)
     followers = [own.bind() for own in (engines, *scorers.engines.values())]
     clients = scorers.client_arguments(len(rollout))
     scorer_watch = scorers.watch(placement, clients)
@@ -75,6 +75,8 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
         colocation.samplers = [rollout_group] if "rollout" in config.groups_on_actor_gpus() else []
     sync = WeightSync(actor, rollout_group, groups["rollout"].reports, config)
     rollout_group.refresh = sync.refresh
+    if not is_loaded:  # once engines that are to sleep meanwhile do
+        gather([actor.submit_load()], limit, announce_s=ANNOUNCE_S)
     # What is trained in 4 bits is not quite the model that the engines have read; what shards need shows at the first
     # push, which had better not come after a whole step; and only requests that begin with an adapter go on with the
     # next one.
@@ -93,12 +95,12 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     return System(parts, teachers)
 
 
-def _load_models(
+def _build_workers(
     builds: Mapping[str, Callable[[], list[PendingCall]]], groups: Mapping[str, Group], actor: ActorGroup, limit: float
-) -> None:
-    """Build all workers, which load their models as they are built; the actor's load theirs when they have met.
+) -> bool:
+    """Build all workers; engines load their models as they are built. Returns whether the actor has the student, too.
 
-    That is beside the engines where none is on the actor's GPUs, and else after them, as vLLM measures what is free.
+    It reads that beside the engines where none is on its GPUs: vLLM measures what is free, and some are to sleep first.
     """
     own = {uuid for report in groups["actor"].reports for uuid in report.gpu_uuids}
     others = {
@@ -112,8 +114,7 @@ def _load_models(
             loading = [actor.submit_load()]
         pending = [call for its in calls.values() for call in its]
         gather([*pending, *(loading if wave is in_waves[-1] else ())], limit, announce_s=ANNOUNCE_S)
-    if not loading:
-        gather([actor.submit_load()], limit, announce_s=ANNOUNCE_S)
+    return bool(loading)
 
 
 def waves(groups: Mapping[str, Group]) -> list[list[str]]:
