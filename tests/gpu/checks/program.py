@@ -90,13 +90,17 @@ def run(
     command += overrides
     print("$", " ".join(command), flush=True)
     began, shown, result = time.monotonic(), 0, Run(output, "", [], 0.0, None if context.rehearsal else 0.0)
+    start_s: dict[str, float] = {}
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         while True:
             ended = process.poll() is not None  # before what it has left is read
             require(ended or time.monotonic() - began < LIMIT_S, f"{name} took more than {LIMIT_S:.0f} s")
-            shown = _show(log, shown)
+            shown, lines = _show(log, shown)
             result = _look(context, name, result, time.monotonic() - began)
+            if lines and not result.steps:  # where the time before the first step goes
+                start_s |= {line[:32]: round(time.monotonic() - began, 1) for line in lines}
+                context.note({f"{name}_start_s": start_s})
             if ended:
                 break
             time.sleep(0.2)
@@ -120,14 +124,17 @@ def _is_kept(metric: str) -> bool:
     return metric.startswith(KEPT)
 
 
-def _show(log: Path, start: int) -> int:
-    """Print what a log has from ``start`` on, as it comes: what ends the check would take the rest. Returns its end."""
+def _show(log: Path, start: int) -> tuple[int, list[str]]:
+    """Print what a log has from ``start`` on, as it comes: what ends the check would take the rest.
+
+    Returns its end, and these lines.
+    """
     with log.open("rb") as file:
         file.seek(start)
         new = file.read()
-    if new:
-        print(new.decode(errors="replace"), end="", flush=True)
-    return start + len(new)
+    text = new.decode(errors="replace")
+    print(text, end="", flush=True)
+    return start + len(new), text.splitlines()
 
 
 def _look(context: Context, name: str, before: Run, seconds: float) -> Run:

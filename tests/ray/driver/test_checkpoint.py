@@ -74,6 +74,7 @@ class Actor:
 
 
 def checkpoints(config: Config, output: Path, first: int = 0) -> Checkpoints:
+    output.mkdir(exist_ok=True)
     return Checkpoints(config, output, time.monotonic(), DATA, first)
 
 
@@ -150,7 +151,7 @@ def test_by_time_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step_1"}
     none = checkpoints(load({"trainer": {"save_minutes": None}}), tmp_path / "none")
     none.save_if_due(Actor(1), RunState(1))
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "none" / "checkpoints").exists()
 
 
 def test_engines_are_attended_to_while_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
