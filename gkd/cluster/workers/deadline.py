@@ -34,4 +34,4 @@ class Deadline:
 
     def __str__(self) -> str:
         over = "not done after" if self._idle_s is None else "nothing was done for"
-        return f"{over} {self.limit_s:.4g} s{f' ({self._setting})' if self._setting else ''}"
+        return f"{over} {round(self.limit_s, 2):g} s{f' ({self._setting})' if self._setting else ''}"

@@ -31,6 +31,7 @@ def test_it_is_over_after_its_time(now: list[float]) -> None:
     assert not pass_s(deadline, now, 9)
     assert pass_s(deadline, now, 1)
     assert contains_in_order(str(Deadline(9.99997, setting="a.b")), "after", " 10 s (a.b)")
+    assert contains_in_order(str(Deadline(86_400.0)), "after", " 86400 s")
     assert not pass_s(Deadline(math.inf), now, 9)
 
 
