@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -36,6 +37,14 @@ class DirectoryIdentity:
         its = path.stat()
         return cls(path, its.st_dev, its.st_ino)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is, as far as can be seen."""
+        try:
+            return self.describe_change() is None
+        except OSError:
+            return False
+
     def describe_change(self) -> str | None:
         """Return that it is not there any more; None where it is. Raises OSError where that cannot be seen."""
         try:
@@ -44,6 +53,16 @@ class DirectoryIdentity:
             return f"{self.path} was moved or deleted while the run went on"
         same = (its.st_dev, its.st_ino) == (self.device, self.inode)
         return None if same else f"{self.path} was moved while the run went on, and another directory is there now"
+
+
+def make_beside(path: Path) -> Path:
+    """Make ``path_2``, or the first after it that is not there, and return it. Raises OSError."""
+    for number in itertools.count(2):
+        beside = path.with_name(f"{path.name}_{number}")
+        with suppress(FileExistsError):
+            beside.mkdir(parents=True)
+            return beside
+    raise AssertionError("itertools.count ends")
 
 
 def compute_checksum(path: Path) -> Checksum:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gkd.driver.output_dir import claim, make_output_dir, require_writable
+from gkd.durable import DirectoryIdentity
 from gkd.errors import (  # imports nothing that may be missing
     ConfigError,
     ControlLost,
@@ -114,7 +115,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     _require_home(config.data.cache_dir)
     output = make_output_dir(config)
     descriptor = claim(output)
-    private, saved = False, None
+    private, saved, place = False, None, DirectoryIdentity.of(output)
     try:
         require_writable(output)
         if config.trainer.resume and (text := explain_finished(config, output)) is not None:
@@ -139,7 +140,8 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         end.add_note(_describe_end(config, output))
         raise
     except (RunFailed, ControlLost) as failure:
-        if overrides is not None and restart.may_begin_again(config, failure, private):
+        # Where its directory is gone, another run's may be there.
+        if overrides is not None and place.is_there and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
             _raise_received(config, output, failure)
             restart.begin_again(config, overrides, output, failure)

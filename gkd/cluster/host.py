@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 OBJECT_STORE_SHARE, MOST_OBJECT_STORE = 0.3, 200e9  # of memory, and in bytes: what Ray gives its object store
+SHARE_OF_SHM, LEAST_CAP = 0.95, 10e9  # of /dev/shm, which it does not go beyond unless that is less than so many bytes
+SHM = Path("/dev/shm")
 LIBRARIES = 4 << 30  # bytes of address space that a worker takes beside the object store, at least
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 QUOTA, PERIOD = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
@@ -26,9 +29,14 @@ def memory() -> int:
     return min([total, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
 
 
-def object_store_bytes() -> int:
-    """Return the size of Ray's object store, a file in memory that each of its processes maps whole."""
-    return int(min(OBJECT_STORE_SHARE * memory(), MOST_OBJECT_STORE))
+def object_store_bytes(shared_memory: float = math.inf) -> int:
+    """Return the size of Ray's object store, a file that each of its processes maps whole.
+
+    ``shared_memory``: bytes of /dev/shm, by which it is smaller where that is small.
+    """
+    share = float(os.environ.get("RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION", OBJECT_STORE_SHARE))
+    most = float(os.environ.get("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", MOST_OBJECT_STORE))
+    return int(min(share * memory(), most, max(LEAST_CAP, SHARE_OF_SHM * shared_memory)))
 
 
 def find_small_limits() -> Iterator[tuple[str, str]]:
@@ -36,7 +44,7 @@ def find_small_limits() -> Iterator[tuple[str, str]]:
 
     Ray states neither: its servers end, and it waits for them.
     """
-    store = object_store_bytes()
+    store = object_store_bytes(shutil.disk_usage(SHM).total if SHM.is_dir() else 0)
     requirements = (
         (resource.RLIMIT_FSIZE, "-f", store, "a file may have"),
         (resource.RLIMIT_AS, "-v", store + LIBRARIES, "a process may map"),

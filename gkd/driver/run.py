@@ -34,7 +34,7 @@ from gkd.driver.validation.best import BestModel
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.driver.validation.final_scores import SetScores, write_scores
 from gkd.durable import replace
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RunFailed
 from gkd.observability import report
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines, keep_finite
@@ -193,9 +193,11 @@ def _train_and_save(
     state = _validate_before(config, parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
         end = train(config, parts, log, state)
-        log.checkpoints.require_place()
-        parts.actor.save(str(output / "model"))
+        place = log.checkpoints.settle()
+        parts.actor.save(str(place / "model"))
         log.checkpoints.wait()
+        if place != output:
+            raise RunFailed(f"{output} is not there any more: the trained student is in {place / 'model'}")
         log.metrics.require_written()
         write_scores([SetScores("val", 1, parts.validation.scores), *parts.val_sets.last_scores()], output)
         wall_s = state.wall_s + time.monotonic() - log.checkpoints.started

@@ -35,12 +35,13 @@ class EngineLoop:
         """Have ``command`` run between two steps. What it raises ends the loop."""
         self._commands.put(command)
 
-    def call(self, run: Callable[[], CallResult], activity: str) -> CallResult:
+    def call(self, run: Callable[[], CallResult], activity: str, timeout_s: float | None = None) -> CallResult:
         """Have ``run`` called between two steps; returns what it returns, raises what it raises.
 
-        Raises WorkerHung where the thread does not come to ``activity`` within ``weights.timeout_s``, and what is
-        made of the loop's end where it ends before.
+        Raises WorkerHung where the thread does not come to ``activity`` within ``timeout_s``, None for
+        ``weights.timeout_s``, and what is made of the loop's end where it ends before.
         """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         done: Future[CallResult] = Future()
         with self._lock:
             if self._ended is not None:
@@ -55,10 +56,10 @@ class EngineLoop:
 
         self._commands.put(command)
         try:
-            return done.result(self._timeout_s)
+            return done.result(timeout_s)
         except TimeoutError:
             raise WorkerHung(
-                f"rollout rank {self._rank} did not {activity} within {self._timeout_s:g} s (weights.timeout_s)"
+                f"rollout rank {self._rank} did not {activity} within {timeout_s:g} s (weights.timeout_s)"
             ) from None
         finally:
             with self._lock:

@@ -51,7 +51,7 @@ class WeightLoader:
         then. From the first bucket to the last it does not sample. Raises WorkerHung past the deadline.
         """
         self._arrivals_of(push).load(
-            bucket, n_senders, lambda whole: self._loop.call(lambda: self.load(whole), f"load {whole}")
+            bucket, n_senders, lambda whole: self._loop.call(lambda: self.load(whole), f"load {whole}", push.limit_s)
         )
         return self._sampler.engine.version
 

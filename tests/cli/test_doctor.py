@@ -13,6 +13,7 @@ import pytest
 
 from gkd.cli.doctor import _places, cluster, devices, main, node, packages, system
 from gkd.cli.doctor.finding import GIB, Finding
+from gkd.cluster import host
 from gkd.cluster.gpu import Gpu
 from tests.e2e.conftest import ROOT
 
@@ -187,7 +188,7 @@ def test_a_directory_that_cannot_be_looked_into_is_not_writable(tmp_path: Path) 
 def test_a_machine_without_shared_memory_is_one_line(
     n_gpus: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system, "SHM", tmp_path / "shm")
+    monkeypatch.setattr(host, "SHM", tmp_path / "shm")
     (finding,) = of_level(system.check_shared_memory(n_gpus), level)
     assert "0.0 GiB" in finding.observation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,9 +75,16 @@ def test_a_jobs_own_groups_of_the_first_version(groups: Path) -> None:
 def test_limits_that_are_smaller_than_the_object_store_are_found(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys((resource.RLIMIT_FSIZE, resource.RLIMIT_AS), resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
+    monkeypatch.setattr(host, "SHM", groups)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(total=30 * GB))
     assert not list(host.find_small_limits())
     limits[resource.RLIMIT_FSIZE] = limits[resource.RLIMIT_AS] = 20 * GB
     ((state, mend),) = host.find_small_limits()  # the store takes 19.2 GB, and a process libraries beside it
     assert "19,073 MiB (ulimit -v)" in state and "22,407" in state and mend.startswith("ulimit -v unlimited")
     limits[resource.RLIMIT_FSIZE] = 19 * GB
     assert [state.split("ulimit ")[1][:2] for state, _ in host.find_small_limits()] == ["-f", "-v"]
+    monkeypatch.setenv("RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION", "0.1")
+    assert host.object_store_bytes() == 6.4 * GB and not list(host.find_small_limits())
+    monkeypatch.delenv("RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION")
+    monkeypatch.setattr(host, "SHM", groups / "none")  # Ray takes no more than 10 GB of a disk by itself
+    assert host.object_store_bytes() == 19.2 * GB and not list(host.find_small_limits())

@@ -263,13 +263,13 @@ def test_a_run_is_finished_or_leaves_a_checkpoint(
         validation=SimpleNamespace(scores={}),
         val_sets=SimpleNamespace(last_scores=list),
     )
-    calls = {name: do(name) for name in ("require_place", "wait", "rescue")}
+    calls = {"settle": do("settle", tmp_path), "wait": do("wait"), "rescue": do("rescue")}
     metrics = SimpleNamespace(require_written=do("require_written"))
     log: Any = SimpleNamespace(checkpoints=SimpleNamespace(started=0.0, **calls), metrics=metrics)
     with pytest.raises(SignalExit) if fails else nullcontext():
         summary = _train_and_save(load({}), parts, log, None, tmp_path, 7)
         assert (summary.before, summary.after, summary.steps) == (STATE.before, end.validated, end.step)
         assert summary.n_val == 7 and summary.wall_s > 0 and summary == read(tmp_path)
-    order = ["train", "require_place", "save", "wait", "require_written", "write_scores", "write"]
+    order = ["train", "settle", "save", "wait", "require_written", "write_scores", "write"]
     assert done == (order[:6] if fails is None else [*order[: order.index(fails) + 1], "rescue"])
     assert (tmp_path / "summary.json").exists() == (fails is None)

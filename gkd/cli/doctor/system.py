@@ -15,7 +15,6 @@ from gkd.cluster.session.port import is_free
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 15555: "a teacher outside the cluster"}
 LITTLE_DISK, TOO_LITTLE_DISK = 20 * GIB, 1 * GIB
 RAY_FULL = 0.95  # Ray stops writing to a disk that is fuller
-SHM = Path("/dev/shm")
 NCCL_SHM = 1 * GIB
 FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
 
@@ -61,9 +60,9 @@ def find_existing(place: Path) -> Path:
 
 def check_shared_memory(n_gpus: int) -> Iterator[Finding]:
     """Compare /dev/shm, which may not be there, with what Ray's object store and NCCL put there."""
-    size = shutil.disk_usage(SHM).total if SHM.is_dir() else 0
+    size = shutil.disk_usage(host.SHM).total if host.SHM.is_dir() else 0
     required = host.object_store_bytes()
-    state = f"{SHM} has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
+    state = f"{host.SHM} has {size / GIB:.1f} GiB; Ray's object store would take {required / GIB:.1f} GiB"
     do = f"in Docker --shm-size={required / GIB + 1:.0f}g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if n_gpus > 1 and size < NCCL_SHM:
         yield fail("shared memory", f"{state}, and NCCL needs some too", do)

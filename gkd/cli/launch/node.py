@@ -151,7 +151,8 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from gkd.cluster.session import local
     from gkd.cluster.session.shutdown import ignore_signals
 
-    local.require_limits()
+    if not any(option.startswith("--object-store-memory") for option in further):
+        local.require_limits()
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
     if options.command == "head":

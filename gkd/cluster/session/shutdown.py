@@ -119,8 +119,8 @@ def keep_sigterm_handler() -> Iterator[None]:
         try:
             return connect(*args, **kwargs)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, *alarm)
             signal.signal(signal.SIGTERM, own)
+            signal.setitimer(signal.ITIMER_REAL, *alarm)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     own_handler = replace_attributes(utils, set_sigterm_handler=lambda handler: None)

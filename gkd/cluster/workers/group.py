@@ -192,6 +192,7 @@ def gather(
     waiting = list(owner)
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=_seconds_to_next_poll(deadline.end))
+        deadline.look()
         if not ready and not deadline.is_over():
             _require_time(services)
             if announcement.is_over():

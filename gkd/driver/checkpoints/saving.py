@@ -18,7 +18,7 @@ from gkd.config import Config
 from gkd.config.output_files import METRICS, SAMPLES
 from gkd.driver.checkpoints import checkpoint
 from gkd.driver.checkpoints.checkpoint import RANKS, Cause, RunState, SavedCheckpoint
-from gkd.durable import Checksum, DirectoryIdentity, flush, reason
+from gkd.durable import Checksum, DirectoryIdentity, flush, make_beside, reason
 from gkd.errors import RunFailed, describe_error
 from gkd.observability import events
 from gkd.observability.metrics import JsonLines, keep_finite
@@ -97,6 +97,15 @@ class Checkpoints:
         if change := self._place.describe_change():
             raise RunFailed(f"trainer.output_dir: {change}")
 
+    def settle(self) -> Path:
+        """Return the directory for what a run leaves at its end: its own, or a new one where that is not there."""
+        output = self._place.path
+        if (change := self._place.describe_change()) is not None:
+            output = make_beside(output)
+            log.warning("trainer.output_dir: %s; what was trained goes to %s", change, output)
+            self.directory, self._place, self._newest = output / "checkpoints", DirectoryIdentity.of(output), 0
+        return output
+
     def wait(self) -> None:
         """Return once the one under way is complete, or has failed."""
         self._complete()
@@ -112,6 +121,7 @@ class Checkpoints:
         try:
             if self._writing is None or is_done(self._writing.calls) or actor.is_responding():
                 self._complete()
+            self.settle()
             step = actor.read_applied().step
             if step < self._done:
                 raise RunFailed("its processes were being started again")
@@ -185,9 +195,8 @@ class Checkpoints:
         except (RunFailed, OSError) as error:
             with suppress(RunFailed):  # of one rank; others may be writing there still
                 wait(writing.calls, max(0.0, writing.deadline - time.monotonic()))
-            with suppress(OSError):
-                if self._place.describe_change() is None:
-                    shutil.rmtree(saved.path)
+            if self._place.is_there:
+                shutil.rmtree(saved.path, ignore_errors=True)
             if not warn:
                 raise
             self._fail(saved.state.step, saved.cause, error)

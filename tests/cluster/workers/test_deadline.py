@@ -63,3 +63,24 @@ def test_a_stop_after_something_was_done_does_not_count_either(now: list[float])
     assert not deadline.is_over()
     assert not pass_s(deadline, now, 3)
     assert pass_s(deadline, now, 12)
+
+
+def test_a_stop_before_the_last_thing_done_counts_no_more(now: list[float]) -> None:
+    """What hangs after a stop of hours is noticed in its time."""
+    done = [now[0]]
+    deadline = Deadline(10.0, lambda: now[0] - done[0])
+    assert not pass_s(deadline, now, 3)
+    now[0] += 10_000.0
+    assert not deadline.is_over()
+    done[0] = now[0] + 1.0
+    assert not pass_s(deadline, now, 10)
+    assert pass_s(deadline, now, 1)
+
+
+def test_a_look_in_between_is_no_stop(now: list[float]) -> None:
+    deadline = Deadline(10.0)
+    for _ in range(3):
+        now[0] += 3.0
+        deadline.look()
+    now[0] += 2.0
+    assert deadline.is_over()

@@ -27,6 +27,9 @@ class Actor:
     def write_staged(self, directory: str) -> Any:
         return directory
 
+    def read_applied(self) -> Any:
+        return SimpleNamespace(step=self.step)
+
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -104,6 +107,26 @@ def test_nothing_is_written_where_the_run_is_not_any_more(
     moved.rename(run)  # nothing is lost where it comes back
     save(3)
     assert [path.name for path in complete(run / "checkpoints")] == ["step_3"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_was_trained_goes_beside_where_the_run_is_not_any_more(
+    tmp_path: Path, now: list[float], replaced: bool
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "run_2").mkdir()
+    writer, actor = Checkpoints(load({"trainer": {"total_steps": 200}}), run, now[0], {}), Actor()
+    assert writer.settle() == run
+    run.rename(tmp_path / "moved")
+    if replaced:
+        (run / "checkpoints" / "step_1").mkdir(parents=True)
+    assert writer.settle() == writer.settle() == tmp_path / "run_3"
+    writer.save_if_due(actor, RunState(5))  # type: ignore[arg-type]
+    actor.step = 5
+    writer.rescue(actor)  # type: ignore[arg-type]
+    assert [path.name for path in complete(tmp_path / "run_3" / "checkpoints")] == ["step_5"]
+    assert run.exists() == replaced and (not replaced or (run / "checkpoints" / "step_1").exists())
 
 
 def test_a_checkpoint_whose_lines_are_not_written_is_none(tmp_path: Path, now: list[float]) -> None:
