@@ -164,10 +164,12 @@ class WeightSync:
             late = [rank for rank in ranks if isinstance(rank, WorkerHung)]
             if not late:
                 return {engine: version for served in ranks for engine, version in served.items()}
-            limit = self.config.weights.timeout_s
+            limit, progress = self.config.weights.timeout_s, self._progress()
+            if min((idle_s for _, _, idle_s in progress.values()), default=math.inf) < limit:
+                continue  # it went on just now
             hanging = {
                 engine: loaded + 1
-                for engine, (arrived, loaded, _) in self._progress().items()
+                for engine, (arrived, loaded, _) in progress.items()
                 if arrived is None or arrived > loaded
             }
             if not hanging:
