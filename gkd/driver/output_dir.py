@@ -6,14 +6,13 @@ Imports nothing that may be missing.
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.durable import hold, remove_drafts
+from gkd.durable import hold, make_beside, remove_drafts
 from gkd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,13 +104,11 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 def _new_directory(path: Path) -> Path:
     """Return ``path``, or ``path_2`` and so on where other runs began in the same second. Raises ConfigError."""
-    for number in itertools.count(1):
-        own = path if number == 1 else path.with_name(f"{path.name}_{number}")
+    try:
         try:
-            own.mkdir(parents=True)
-            return own
+            path.mkdir(parents=True)
         except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"trainer.output_dir={own} cannot be made: {error.strerror}") from None
-    raise AssertionError("itertools.count ends")
+            return make_beside(path)
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={path} cannot be made: {error.strerror}") from None
+    return path

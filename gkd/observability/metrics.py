@@ -49,8 +49,7 @@ class JsonLines:
         Raises ValueError for a number that JSON does not have (NaN, infinity), and OSError, which names the file; what
         could not be written then comes before the next object.
         """
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        self._unwritten += _NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
+        self._add(row)
         self.require_written()
 
     def keep(self, row: Mapping[str, Any]) -> None:
@@ -59,8 +58,9 @@ class JsonLines:
         A warning states that, and a line when the file is whole again. Raises ValueError as :meth:`write`, and OSError
         once there is more than :data:`MOST_KEPT_BYTES` to be written.
         """
+        self._add(row)
         try:
-            JsonLines.write(self, row)
+            self.require_written()
         except OSError as error:
             if len(self._unwritten) > MOST_KEPT_BYTES:
                 raise
@@ -71,6 +71,10 @@ class JsonLines:
             if self._is_behind:
                 log.info("%s is whole again", self._name)
             self._is_behind = False
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        self._unwritten += _NO_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
 
     def require_written(self) -> None:
         """Raise OSError, which names the file, unless all that was to be written is in it."""
@@ -84,8 +88,11 @@ class JsonLines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was warned of, and all else is
+        try:
             self.require_written()
+        except OSError as error:
+            if self._is_behind:  # of what was not kept the error was raised
+                log.warning("%s; its last lines are lost", durable.reason(error))
         with contextlib.suppress(OSError):
             self._file.close()
 

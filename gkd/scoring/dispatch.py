@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from gkd.cluster.workers.deadline import LONGEST_TURN_S
 from gkd.errors import ConfigError, RunFailed, describe_error
 from gkd.inference.requests import (
     SAMPLE_CODES,
@@ -31,8 +32,6 @@ from gkd.types import Array
 
 TICK_MS = 50
 GONE = {"stopping": "is stopping", "not_greeted": "had lost the connection"}
-LONGEST_TURN_S = 5.0
-"""Time between two looks at the sockets after which it is this thread that stood still, and no replica."""
 PATIENCE = 10
 """Times ``request_timeout_s`` that one request may take, also while its replica gets on: it is lost then."""
 

@@ -181,3 +181,15 @@ def test_a_run_goes_on_while_the_disk_is_full_and_its_lines_come_later(
     assert rows(tmp_path) == [{"n": n, "text": long} for n in range(5)]
     (warning, line) = (record.getMessage() for record in caplog.records)
     assert contains_in_order(warning, "events.jsonl", "written later") and "whole again" in line
+
+
+def test_lines_that_never_found_room_are_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with JsonLines(tmp_path / "events.jsonl") as lines:
+            lines.keep({"n": 0})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+            lines.keep({"n": 1, "text": "x" * 40_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contains_in_order(caplog.text, "events.jsonl", "written later", "events.jsonl", "are lost")

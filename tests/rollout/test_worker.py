@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gkd.rollout.receiving import WeightLoader
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import GenerationNotice, Prompt, SampleRequest, Sampling, ScoredSample, TrainingSample
+from gkd.weights.delivery import Push
 from gkd.weights.object_store import ObjectStore
 from gkd.weights.transfer import Bucket, Receiver
 from tests.data.models import WORDS, save_model
@@ -69,6 +71,15 @@ def test_a_receiver_that_cannot_be_made_ends_the_start_and_not_the_first_push(wo
     config = load({"rollout": {"engine": "hf"}, "weights": {"transfer": "tests.rollout.test_worker:Unreceivable"}})
     with pytest.raises(RunFailed, match="no receiver"):
         WeightLoader(config, 0, worker.loop, worker.sampler)
+
+
+def test_a_bucket_has_longer_than_the_driver_waits_which_ends_an_engine_that_hangs(worker: RolloutWorker) -> None:
+    """Else both are over in one moment, and ranks go on with the other engines while the driver looks at these."""
+    limits: list[float] = []
+    loop: Any = SimpleNamespace(call=lambda run, activity, timeout_s: limits.append(timeout_s))
+    loader = WeightLoader(load({"rollout": {"engine": "hf"}}), 0, loop, worker.sampler)
+    loader.load_bucket(Push(1, 7, 99.0), Bucket(7, 0, True), 1)
+    assert limits == [99.0]
 
 
 def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSample]:

@@ -10,10 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from gkd.cluster.workers.deadline import LONGEST_TURN_S
 from gkd.cluster.workers.group import Group
-
-LONGEST_TURN_S = 5.0
-"""This process may have been kept from running itself: no more than this counts between two looks."""
 
 
 @dataclass

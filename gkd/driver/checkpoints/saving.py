@@ -92,7 +92,7 @@ class Checkpoints:
         elif self._writing is None and self._minutes() >= (trainer.save_minutes or math.inf):
             self._begin(actor, "time")
 
-    def require_place(self) -> None:
+    def _require_place(self) -> None:
         """Raise RunFailed where the run's directory is not there any more: another one would be written into."""
         if change := self._place.describe_change():
             raise RunFailed(f"trainer.output_dir: {change}")
@@ -156,7 +156,7 @@ class Checkpoints:
     def _start(self, actor: ActorGroup, cause: Cause) -> None:
         """Have all ranks copy what they hold and write it. Raises RunFailed or OSError."""
         self._begun = time.monotonic()
-        self.require_place()
+        self._require_place()
         applied = actor.stage()
         state = self._states.get(applied.step)
         if state is None:
@@ -183,7 +183,7 @@ class Checkpoints:
                 limit = self.config.trainer.save_timeout_s
                 raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
             written: list[tuple[str, Checksum]] = gather([writing.calls], left)[0]
-            self.require_place()
+            self._require_place()
             files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
             for lines in self._logs:
