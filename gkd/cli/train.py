@@ -130,7 +130,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
 
             private = session.directory is not None
             whole = _with_absolute_paths(config)
-            drive(whole, inputs, session, output, out, started, saved, restart.forget_failure_on_step(on_step))
+            drive(whole, inputs, session, place, out, started, saved, restart.forget_failure_on_step(on_step))
         return output
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory

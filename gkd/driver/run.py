@@ -25,7 +25,7 @@ from gkd.config.validating import require_figures
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.restart import restarts
 from gkd.driver.checkpoints.resume import cut, forget_best_after, require_same_data
-from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.checkpoints.saving import Checkpoints, require_place
 from gkd.driver.inputs.find import Inputs, with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.loop.train import train
@@ -33,7 +33,7 @@ from gkd.driver.startup import System, start, with_transfer
 from gkd.driver.validation.best import BestModel
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.driver.validation.final_scores import SetScores, write_scores
-from gkd.durable import replace
+from gkd.durable import DirectoryIdentity, replace
 from gkd.errors import ConfigError, RunFailed
 from gkd.observability import report
 from gkd.observability.events import Events, note
@@ -56,7 +56,7 @@ def drive(
     config: Config,
     inputs: Inputs,
     session: Session,
-    output: Path,
+    directory: DirectoryIdentity,
     out: Console,
     started_s: float,
     saved: SavedCheckpoint | None = None,
@@ -64,8 +64,9 @@ def drive(
 ) -> None:
     """Do everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``): when the run began.
 
-    ``saved`` is the checkpoint that it goes on from.
+    ``directory`` is the one that it claimed, ``saved`` the checkpoint that it goes on from.
     """
+    output = directory.path
     try:
         with Events(output / EVENTS, _find_first_step(saved), started_s) as events:
             if saved is None:
@@ -74,7 +75,9 @@ def drive(
                 note("resume", f"from {saved.path}", step=saved.state.step)
             if n_restarts := restarts():
                 note("restart", f"{n_restarts} of trainer.restarts={config.trainer.restarts}")
-            summary, checkpoints, best = _drive(config, inputs, session, output, out, started_s, saved, events, on_step)
+            summary, checkpoints, best = _drive(
+                config, inputs, session, directory, out, started_s, saved, events, on_step
+            )
     finally:
         page = write_at_end(output)
     report.show(summary, output, page, _make_next_command(config, output), out)
@@ -87,7 +90,7 @@ def _drive(
     config: Config,
     inputs: Inputs,
     session: Session,
-    output: Path,
+    directory: DirectoryIdentity,
     out: Console,
     started_s: float,
     saved: SavedCheckpoint | None,
@@ -95,7 +98,7 @@ def _drive(
     on_step: OnStep | None,
 ) -> tuple[report.Summary, Checkpoints, BestModel | None]:
     """Do the run; returns what it came to, its checkpoints, of which the last may have failed, and its best student."""
-    requested, config = config, lay_out(with_scoring_engines(config, inputs))
+    output, requested, config = directory.path, config, lay_out(with_scoring_engines(config, inputs))
     _write(requested, config, output)
     placement = _place_and_show(config, session, output)
     config = with_transfer(_with_offload(config, placement), placement.groups)
@@ -113,11 +116,12 @@ def _drive(
         fingerprints = inputs.fingerprints(config)
         if external:
             fingerprints |= _fingerprint_served(system, saved)
+        require_place(directory)  # models took minutes to load
         first = 0 if saved is None else _forget_after(saved, output)
         with MetricsLog(output / METRICS, trackers, events, on_step) as metrics, JsonLines(output / SAMPLES) as sampled:
             samples = SampleLog(sampled, config, inputs.tokenizer, trackers)
-            checkpoints = Checkpoints(requested, output, started_s, fingerprints, first, (metrics, sampled))
-            best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, output)
+            checkpoints = Checkpoints(requested, directory, started_s, fingerprints, first, (metrics, sampled))
+            best = None if config.trainer.keep_best is None else BestModel(config.trainer.keep_best, directory)
             scorer = "teacher" if external else "rewards"
             timeline = Timeline(output / TIMELINE, config.trainer.n_timeline_steps, first, scorer)
             stop = EarlyStop(config.trainer.stop_early, output / METRICS)

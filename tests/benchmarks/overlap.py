@@ -55,6 +55,7 @@ from gkd.driver.groups.weight_sync import WeightSync
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
 from gkd.driver.validation.held_out import Validation
+from gkd.durable import DirectoryIdentity
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import ScoreRequest
 from gkd.observability.metrics import JsonLines
@@ -254,7 +255,7 @@ def run(
     with tempfile.TemporaryDirectory() as path:
         file = Path(path, "metrics.jsonl")
         with JsonLines(file) as metrics:
-            checkpoints = Checkpoints(config, Path(path), time.monotonic(), {})
+            checkpoints = Checkpoints(config, DirectoryIdentity.of(Path(path)), time.monotonic(), {})
             timeline = Timeline(kept or Path(path, "timeline.json"), config.trainer.n_timeline_steps)
             train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline), RunState())
             timeline.write()

@@ -29,6 +29,7 @@ from gkd.driver.run import (
     step_text,
 )
 from gkd.driver.validation.best import BestModel
+from gkd.durable import DirectoryIdentity
 from gkd.errors import ConfigError, SignalExit
 from gkd.observability.report import read
 from gkd.planning.shapes import SIZE_FIELDS, SIZES
@@ -233,7 +234,7 @@ def test_a_best_student_of_steps_that_are_done_again_counts_no_more(
     assert _forget_after(saved, tmp_path) == 40
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (tmp_path / "best.json").exists() == stays == (last["step"] == step) and (tmp_path / "best").is_dir()
-    assert BestModel("val/accuracy", tmp_path).value == (0.4 if stays else None)
+    assert BestModel("val/accuracy", DirectoryIdentity.of(tmp_path)).value == (0.4 if stays else None)
 
 
 @pytest.mark.parametrize("fails", [None, "train", "save", "wait", "write_scores", "write"])

@@ -35,28 +35,35 @@ class RunningWrite:
     deadline: float
 
 
+def require_place(place: DirectoryIdentity) -> None:
+    """Raise RunFailed where the run's directory is not there any more: another one would be written into."""
+    if change := place.describe_change():
+        raise RunFailed(f"trainer.output_dir: {change}")
+
+
 class Checkpoints:
     """Has the actor write checkpoints while the run goes on, which waits for the copy of its state alone.
 
     A checkpoint is named after the step that the ranks' weights are of; :meth:`train` and :meth:`save_if_due` are given
     the driver's part of each step. A checkpoint is completed at the first of these calls after its files are written.
 
-    ``started`` is when the run began (``time.monotonic``); ``data`` are fingerprints of its prompts and models;
-    ``first`` is the step that it goes on after; ``logs`` are files whose lines are there wherever a checkpoint is.
+    ``place`` is the run's directory; ``started`` is when it began (``time.monotonic``); ``data`` are fingerprints of
+    its prompts and models; ``first`` is the step that it goes on after; ``logs`` are files whose lines are there
+    wherever a checkpoint is.
     A directory of checkpoints belongs to one run at a time.
     """
 
     def __init__(
         self,
         config: Config,
-        output: Path,
+        place: DirectoryIdentity,
         started: float,
         data: Mapping[str, str],
         first: int = 0,
         logs: Sequence[JsonLines] = (),
     ) -> None:
-        self.config, self.directory, self.started, self.data = config, output / "checkpoints", started, data
-        self._place, self._logs = DirectoryIdentity.of(output), logs
+        self.config, self.directory, self.started, self.data = config, place.path / "checkpoints", started, data
+        self._place, self._logs = place, logs
         self._newest = self._done = first  # steps: of the newest checkpoint; that are trained, validated and logged
         self._states: dict[int, RunState] = {}
         self._writing: RunningWrite | None = None
@@ -91,11 +98,6 @@ class Checkpoints:
             self._begin(actor, "step")
         elif self._writing is None and self._minutes() >= (trainer.save_minutes or math.inf):
             self._begin(actor, "time")
-
-    def _require_place(self) -> None:
-        """Raise RunFailed where the run's directory is not there any more: another one would be written into."""
-        if change := self._place.describe_change():
-            raise RunFailed(f"trainer.output_dir: {change}")
 
     def settle(self) -> Path:
         """Return the directory for what a run leaves at its end: its own, or a new one where that is not there."""
@@ -156,7 +158,7 @@ class Checkpoints:
     def _start(self, actor: ActorGroup, cause: Cause) -> None:
         """Have all ranks copy what they hold and write it. Raises RunFailed or OSError."""
         self._begun = time.monotonic()
-        self._require_place()
+        require_place(self._place)
         applied = actor.stage()
         state = self._states.get(applied.step)
         if state is None:
@@ -183,7 +185,7 @@ class Checkpoints:
                 limit = self.config.trainer.save_timeout_s
                 raise RunFailed(f"it was not on the disk after {limit:g} s (trainer.save_timeout_s)")
             written: list[tuple[str, Checksum]] = gather([writing.calls], left)[0]
-            self._require_place()
+            require_place(self._place)
             files = {f"{RANKS}/{name}": sum_ for name, sum_ in written}
             state = replace(saved.state, wall_s=saved.state.wall_s + time.monotonic() - self.started)
             for lines in self._logs:

@@ -28,8 +28,9 @@ class BestModel:
     validation writes both, whatever its figure.
     """
 
-    def __init__(self, metric: str, output: Path) -> None:
-        self.metric, self.file, self._place = metric, output / BEST, durable.DirectoryIdentity.of(output)
+    def __init__(self, metric: str, place: durable.DirectoryIdentity) -> None:
+        output = place.path
+        self.metric, self.file, self._place = metric, output / BEST, place
         self.directory = Path(os.path.realpath(output / "best"))  # written where a link leads
         self.value: float | None = None
         self._failure: str | None = None

@@ -33,6 +33,7 @@ from gkd.driver.checkpoints.restart import (
 from gkd.driver.checkpoints.resume import find
 from gkd.driver.output_dir import claim, make_output_dir
 from gkd.driver.validation.best import BestModel
+from gkd.durable import DirectoryIdentity
 from gkd.errors import ConfigError, ControlLost, RunFailed, SignalExit
 from tests.data.models import save_model
 
@@ -199,7 +200,8 @@ def test_one_that_may_begin_or_go_on_begins_where_there_is_nothing_to_go_on_with
     (saved / "state.json").unlink()
     assert start_over(auto, run)
     assert not (run / "metrics.jsonl").exists()
-    assert BestModel("val/accuracy", run).value is None  # which a student of other settings may never reach
+    best = BestModel("val/accuracy", DirectoryIdentity.of(run))
+    assert best.value is None  # which a student of other settings may never reach
 
 
 @pytest.mark.parametrize("count", ["0", "1"])

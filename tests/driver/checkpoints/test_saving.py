@@ -12,7 +12,9 @@ import pytest
 from gkd.config import load
 from gkd.driver.checkpoints import checkpoint, saving
 from gkd.driver.checkpoints.checkpoint import RunState, complete, read
-from gkd.driver.checkpoints.saving import Checkpoints
+from gkd.driver.checkpoints.saving import Checkpoints, require_place
+from gkd.durable import DirectoryIdentity
+from gkd.errors import RunFailed
 from tests.error_text import contains_in_order
 
 
@@ -44,7 +46,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_those_by_time_are_so_many_minutes_apart(tmp_path: Path, now: list[float]) -> None:
     config = load({"trainer": {"total_steps": 200, "save_minutes": 10, "keep_checkpoints": 9}})
-    writer, actor = Checkpoints(config, tmp_path, now[0], {}), Actor()
+    writer, actor = Checkpoints(config, DirectoryIdentity.of(tmp_path), now[0], {}), Actor()
     for actor.step in range(1, 9):
         now[0] += 4 * 60
         writer.save_if_due(actor, RunState(actor.step))  # type: ignore[arg-type]
@@ -54,7 +56,7 @@ def test_those_by_time_are_so_many_minutes_apart(tmp_path: Path, now: list[float
 
 def test_the_seconds_of_all_parts_of_a_run_add_up(tmp_path: Path, now: list[float]) -> None:
     config = load({"trainer": {"total_steps": 200, "save_every": 1}})
-    writer, actor = Checkpoints(config, tmp_path, now[0], {}, first=6), Actor()
+    writer, actor = Checkpoints(config, DirectoryIdentity.of(tmp_path), now[0], {}, first=6), Actor()
     actor.step = 7
     now[0] += 30.0
     writer.save_if_due(actor, RunState(7, wall_s=500.0))  # type: ignore[arg-type]
@@ -85,7 +87,7 @@ def test_nothing_is_written_where_the_run_is_not_any_more(
     run, moved = tmp_path / "run", tmp_path / "moved"
     run.mkdir()
     config = load({"trainer": {"total_steps": 200, "save_every": 1, "keep_checkpoints": 1}})
-    writer, actor = Checkpoints(config, run, now[0], {}), Actor()
+    writer, actor = Checkpoints(config, DirectoryIdentity.of(run), now[0], {}), Actor()
 
     def save(step: int) -> None:
         actor.step = step
@@ -107,6 +109,19 @@ def test_nothing_is_written_where_the_run_is_not_any_more(
     assert [path.name for path in complete(run / "checkpoints")] == ["step_3"]
 
 
+def test_a_directory_that_was_replaced_while_models_were_loaded_is_not_the_runs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    claimed = DirectoryIdentity.of(run)
+    require_place(claimed)
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    with pytest.raises(RunFailed, match=r"trainer\.output_dir: .* moved"):
+        require_place(claimed)
+    writer = Checkpoints(load({}), claimed, 0.0, {})
+    assert writer.settle() == tmp_path / "run_2"
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_was_trained_goes_beside_where_the_run_is_not_any_more(
     tmp_path: Path, now: list[float], replaced: bool
@@ -114,7 +129,7 @@ def test_what_was_trained_goes_beside_where_the_run_is_not_any_more(
     run = tmp_path / "run"
     run.mkdir()
     (tmp_path / "run_2").mkdir()
-    writer, actor = Checkpoints(load({"trainer": {"total_steps": 200}}), run, now[0], {}), Actor()
+    writer, actor = Checkpoints(load({"trainer": {"total_steps": 200}}), DirectoryIdentity.of(run), now[0], {}), Actor()
     assert writer.settle() == run
     run.rename(tmp_path / "moved")
     if replaced:
@@ -135,7 +150,7 @@ def test_a_checkpoint_whose_lines_are_not_written_is_none(tmp_path: Path, now: l
             raise OSError(28, "No space left on device", "metrics.jsonl")
 
     logs: list[Any] = [Behind()]
-    writer, actor = Checkpoints(config, tmp_path, now[0], {}, logs=logs), Actor()
+    writer, actor = Checkpoints(config, DirectoryIdentity.of(tmp_path), now[0], {}, logs=logs), Actor()
     for actor.step in (1, 2):
         writer.save_if_due(actor, RunState(actor.step))  # type: ignore[arg-type]
         writer.wait()

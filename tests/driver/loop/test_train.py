@@ -26,6 +26,7 @@ from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import actors_time, train
 from gkd.driver.validation.early_stop import EarlyStop
+from gkd.durable import DirectoryIdentity
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
@@ -185,7 +186,7 @@ class Played:
         )  # fmt: skip
         samples: Any = SimpleNamespace(write=lambda step, batch: self.note("log samples"))
         progress: Any = SimpleNamespace(step=self.shown)
-        checkpoints = Checkpoints(config, self.output, time.monotonic(), {}, start.step)
+        checkpoints = Checkpoints(config, DirectoryIdentity.of(self.output), time.monotonic(), {}, start.step)
         file = self.output / "metrics.jsonl"
         stop = EarlyStop(StopEarly(**(stop_early or {})), file)
         with JsonLines(file) as metrics:

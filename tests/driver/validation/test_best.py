@@ -17,6 +17,7 @@ from gkd import durable
 from gkd.config import load
 from gkd.config.validating import require_figures
 from gkd.driver.validation.best import BestModel
+from gkd.durable import DirectoryIdentity
 from gkd.errors import ConfigError, RunFailed, StudentNotWritten
 from tests.error_text import contains_in_order
 
@@ -32,6 +33,10 @@ class Actor:
         Path(directory, "model.txt").write_text(str(self.n))
 
 
+def best_by(metric: str, run: Path) -> BestModel:
+    return BestModel(metric, DirectoryIdentity.of(run))
+
+
 def looked(best: BestModel, actor: Any, values: list[float | None], first: int = 1) -> list[int]:
     kept = []
     for step, value in enumerate(values, start=first):
@@ -43,12 +48,12 @@ def looked(best: BestModel, actor: Any, values: list[float | None], first: int =
 
 def test_the_student_is_written_when_it_is_better_than_ever(tmp_path: Path) -> None:
     actor = Actor()
-    assert looked(BestModel("val/hard/accuracy", tmp_path), actor, [0.2, 0.1, None, 0.2, 0.5, 0.4]) == [1, 5]
+    assert looked(best_by("val/hard/accuracy", tmp_path), actor, [0.2, 0.1, None, 0.2, 0.5, 0.4]) == [1, 5]
     assert (tmp_path / "best" / "model.txt").read_text() == "2"
     assert json.loads((tmp_path / "best.json").read_text()) == {"metric": "val/hard/accuracy", "value": 0.5, "step": 5}
-    assert looked(BestModel("val/hard/accuracy", tmp_path), actor, [0.45, 0.6], first=7) == [8]  # the run goes on
+    assert looked(best_by("val/hard/accuracy", tmp_path), actor, [0.45, 0.6], first=7) == [8]  # the run goes on
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best.json"]
-    assert looked(BestModel("val/accuracy", tmp_path), actor, [0.1, 0.05], first=9) == [9]  # by another figure
+    assert looked(best_by("val/accuracy", tmp_path), actor, [0.1, 0.05], first=9) == [9]  # by another figure
 
 
 def test_a_link_to_another_place_stays_and_the_student_is_written_there(tmp_path: Path) -> None:
@@ -56,7 +61,7 @@ def test_a_link_to_another_place_stays_and_the_student_is_written_there(tmp_path
     place.mkdir(parents=True)
     run.mkdir()
     (run / "best").symlink_to(place)
-    assert looked(BestModel("val/accuracy", run), Actor(), [0.1, 0.2]) == [1, 2]
+    assert looked(best_by("val/accuracy", run), Actor(), [0.1, 0.2]) == [1, 2]
     assert (run / "best").is_symlink() and (place / "model.txt").read_text() == "2"
     assert [path.name for path in place.parent.iterdir()] == ["students"]
 
@@ -70,7 +75,7 @@ def test_a_student_that_cannot_be_written_is_a_warning_and_the_last_one_ends_the
             raise StudentNotWritten("no space left on device: /there")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/there")
 
-    actor, best = Actor(), BestModel("val/accuracy", tmp_path)
+    actor, best = Actor(), best_by("val/accuracy", tmp_path)
     best.update(1, {"val/accuracy": 0.1}, actor)
     with monkeypatch.context() as full:
         full.setattr(*((actor, "save") if fails == "actor" else (durable, "replace")), fail)
@@ -103,7 +108,7 @@ def test_a_run_killed_at_any_moment_leaves_no_record_of_another_student(
     for moment in itertools.count():
         run, actor, left = tmp_path / str(moment), Actor(), itertools.count(moment, -1)
         run.mkdir()
-        best = BestModel("val/accuracy", run)
+        best = best_by("val/accuracy", run)
         best.update(1, {"val/accuracy": 0.1}, actor)
 
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
@@ -113,7 +118,7 @@ def test_a_run_killed_at_any_moment_leaves_no_record_of_another_student(
         if (run / "best.json").exists():
             step = json.loads((run / "best.json").read_text())["step"]
             assert (run / "best" / "model.txt").read_text() == str(step)
-        BestModel("val/accuracy", run).update(3, {"val/accuracy": 0.6}, actor)
+        best_by("val/accuracy", run).update(3, {"val/accuracy": 0.6}, actor)
         assert json.loads((run / "best.json").read_text())["step"] == 3
         if next(left) > 0:
             assert moment > 5
@@ -121,16 +126,16 @@ def test_a_run_killed_at_any_moment_leaves_no_record_of_another_student(
 
 
 def test_a_divergence_is_better_the_smaller_it_is(tmp_path: Path) -> None:
-    assert looked(BestModel("val/reverse_kl", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
+    assert looked(best_by("val/reverse_kl", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
 
 
 def test_a_reward_is_better_the_larger_it_is_whatever_its_name(tmp_path: Path) -> None:
-    assert looked(BestModel("val/reward/length", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 2]
+    assert looked(best_by("val/reward/length", tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["val/hard/length", "val/loss", "val/reward/length/failed"])
 def test_of_these_the_smaller_is_better(name: str, tmp_path: Path) -> None:
-    assert looked(BestModel(name, tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
+    assert looked(best_by(name, tmp_path), Actor(), [2.0, 2.5, 1.0]) == [1, 3]
 
 
 def test_a_figure_that_is_not_measured_is_named() -> None:

@@ -23,7 +23,7 @@ from gkd.config import Config, load
 from gkd.driver.checkpoints.checkpoint import RunState, complete, read
 from gkd.driver.checkpoints.resume import differences, find
 from gkd.driver.checkpoints.saving import Checkpoints
-from gkd.durable import compute_checksum
+from gkd.durable import DirectoryIdentity, compute_checksum
 from gkd.errors import ConfigError, RunFailed
 from gkd.version import __version__
 from tests.error_text import contains_in_order
@@ -75,7 +75,7 @@ class Actor:
 
 def checkpoints(config: Config, output: Path, first: int = 0) -> Checkpoints:
     output.mkdir(exist_ok=True)
-    return Checkpoints(config, output, time.monotonic(), DATA, first)
+    return Checkpoints(config, DirectoryIdentity.of(output), time.monotonic(), DATA, first)
 
 
 def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(

@@ -24,7 +24,7 @@ from gkd.driver.checkpoints.resume import cut, find
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
-from gkd.durable import compute_checksum
+from gkd.durable import DirectoryIdentity, compute_checksum
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
@@ -146,7 +146,7 @@ class World:
                 request=lambda due, order: due, measure=lambda due: {}, due_sets=lambda step, rest=False: [], sets=[]
             ),
         )  # fmt: skip
-        checkpoints = Checkpoints(self.config, self.output, time.monotonic(), {}, start.step)
+        checkpoints = Checkpoints(self.config, DirectoryIdentity.of(self.output), time.monotonic(), {}, start.step)
         with JsonLines(self.output / "metrics.jsonl") as metrics, JsonLines(self.output / "samples.jsonl") as file:
             samples: Any = SimpleNamespace(write=lambda step, records: file.write({"step": step, "n": len(records)}))
             progress: Any = SimpleNamespace(step=self.show)
