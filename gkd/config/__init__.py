@@ -7,7 +7,7 @@ everything below takes those. Nothing here imports torch, vLLM, Ray or Hydra, so
 from __future__ import annotations
 
 from gkd.config.actor import Actor, Lora
-from gkd.config.base import GROUP_OF, Engine, Pool, Settings, escape, parse_gpus, quote, user_path
+from gkd.config.base import GROUP_OF, SECTION_OF, Engine, Pool, Settings, escape, parse_gpus, quote, user_path
 from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.groups import Model, Reference, RewardModel, Rollout, Scorer, Teacher, TeacherModel, Trainer
@@ -19,8 +19,8 @@ from gkd.config.rewards import Reward
 from gkd.config.run import Config, Watch
 
 __all__ = [
-    "GROUP_OF", "MAX_AUTO_SIMULATED_GPUS", "TRANSFERS", "Actor", "Algorithm", "Cluster", "Config", "Data", "Engine",
-    "Lora", "Loss", "Model", "Overlong", "Plan", "Policy", "Pool", "Reference", "Reward", "RewardModel", "Rollout",
-    "Scorer", "Settings", "Teacher", "TeacherModel", "Trainer", "Watch", "Weights", "escape", "hint", "load",
-    "parse_gpus", "quote", "settings", "suggest", "user_path",
+    "GROUP_OF", "MAX_AUTO_SIMULATED_GPUS", "SECTION_OF", "TRANSFERS", "Actor", "Algorithm", "Cluster", "Config",
+    "Data", "Engine", "Lora", "Loss", "Model", "Overlong", "Plan", "Policy", "Pool", "Reference", "Reward",
+    "RewardModel", "Rollout", "Scorer", "Settings", "Teacher", "TeacherModel", "Trainer", "Watch", "Weights",
+    "escape", "hint", "load", "parse_gpus", "quote", "settings", "suggest", "user_path",
 ]  # fmt: skip

@@ -81,6 +81,7 @@ GROUP_OF = {
     "reward_model": "reward_model",
 }
 """The group of workers that a section's pool is for."""
+SECTION_OF = {group: section for section, group in GROUP_OF.items()}
 SCORERS = ("teacher", "reference", "reward_model")
 """Groups that score what was sampled."""
 

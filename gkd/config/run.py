@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from gkd.config.actor import Actor
-from gkd.config.base import GROUP_OF, Pool, Settings
+from gkd.config.base import GROUP_OF, SECTION_OF, Pool, Settings
 from gkd.config.cluster import Cluster, Weights
 from gkd.config.data import Data
 from gkd.config.device import Device
@@ -106,12 +106,11 @@ class Config(Settings):
         A group that the run does not have passes on those that would share with it to the one it would share with.
         Raises ValueError where groups share with each other in a circle.
         """
-        sections = {group: section for section, group in GROUP_OF.items()}
         present = self.groups()
         hosts: dict[str, str] = {}
         for group in present:
             host, chain = group, [group]
-            while (following := getattr(self, sections[chain[-1]]).colocate_with) is not None:
+            while (following := getattr(self, SECTION_OF[chain[-1]]).colocate_with) is not None:
                 if following in chain:
                     raise ValueError(f"colocate_with goes in a circle: {' -> '.join([*chain, following])}")
                 chain.append(following)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from gkd.cluster.gpu import range_text
 from gkd.cluster.layout.nodes import GroupRequest, Node, group_requests, solve
-from gkd.config import GROUP_OF, Config, Engine, load, parse_gpus
+from gkd.config import SECTION_OF, Config, Engine, load, parse_gpus
 from gkd.config.loading import CONF_DIR, read_yaml
 from gkd.errors import ConfigError
 
@@ -126,7 +126,6 @@ def _cpu_override(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str
 
 def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]) -> list[str]:
     words: list[str] = []
-    sections = {group: section for section, group in GROUP_OF.items()}
     for old, new in zip(requests, closest, strict=True):
         if old.ranges and not new.ranges:
             words.append(f"{old.section}.{'gpus_by_node' if old.by_node else 'gpus'}=null")
@@ -134,7 +133,7 @@ def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]
         if new.nnodes != old.nnodes:
             words.append(f"{old.section}.nnodes={new.nnodes}")
         for before, after in zip(old.colocated, new.colocated, strict=True):
-            section = sections[before.group]
+            section = SECTION_OF[before.group]
             if before.gpus != after.gpus:
                 words.append(f"{section}.gpus=null")
             if before.gpus != after.gpus or len(before.positions) != len(after.positions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gkd.config import GROUP_OF, Config, Engine, Pool, RewardModel
+from gkd.config import GROUP_OF, SECTION_OF, Config, Engine, Pool, RewardModel
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.cache import find_width_obstacle
 from gkd.planning.memory.colocation import memory_of
@@ -38,7 +38,7 @@ def overrides(settings: Mapping[str, Value | str | None]) -> str:
 
 def changes_for(layout: Layout, group: str) -> list[Change]:
     """List what may be changed for a group; a setting may be there twice, with values of different levels."""
-    section = next(section for section, its in GROUP_OF.items() if its == group)
+    section = SECTION_OF[group]
     if group == "actor":
         more_gpus = None if layout.hardware.is_cpu else _offer_gpus(layout)
         changes = actor_changes(layout.config, layout.workload.longest, more_gpus)
