@@ -72,17 +72,14 @@ class HostAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, **settings)
-        for p in self._parameters():
+        for p in parameters_of(self):
             own = take_local(p)
             self.state[p] = {"step": torch.zeros(())} | {name: _make_moment(own) for name in MOMENTS}
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Do a step on the gradients that there are, and wait until the moments are back."""
-        changed = [p for p in self._parameters() if p.grad is not None]
+        changed = [p for p in parameters_of(self) if p.grad is not None]
         if not changed:
             return
         transit = _Transit(changed[0].device, min(SLICE, max(take_local(p).numel() for p in changed)))
@@ -169,6 +166,11 @@ def _make_moment(weight: Tensor) -> Tensor:
                 f"(cudaHostRegister: error {code}); containers and WSL limit what can be pinned"
             )
     return moment
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer steps, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def take_local(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from gkd.actor.optimizer import HostAdamW, take_local
+from gkd.actor.optimizer import HostAdamW, parameters_of, take_local
 from gkd.durable import Checksum, apply_umask, compute_checksum, flush, reason
 from gkd.errors import RunFailed
 
@@ -49,19 +49,19 @@ def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Even
                 name: take_local(t).cpu().numpy().copy()
                 for name, t in ({_WEIGHT: p} | optimizer.state.get(p, {})).items()
             }
-            for p in _parameters(optimizer)
+            for p in parameters_of(optimizer)
         ]
 
 
 def make_empty_part(optimizer: Optimizer) -> Part:
     """Return nothing of every parameter, of a rank whose part another one writes."""
-    return [{} for _ in _parameters(optimizer)]
+    return [{} for _ in parameters_of(optimizer)]
 
 
 @torch.no_grad()
 def put_part(optimizer: Optimizer, part: Part) -> None:
     """Put back in place what :func:`part_of` copied from a rank that is sharded alike."""
-    for p, kept in zip(_parameters(optimizer), part, strict=True):
+    for p, kept in zip(parameters_of(optimizer), part, strict=True):
         _put(p, {name: torch.tensor(value) for name, value in kept.items()}, optimizer.state[p])
 
 
@@ -170,13 +170,9 @@ def move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
     model.to(device)
     if isinstance(optimizer, HostAdamW):
         return
-    for p in _parameters(optimizer):
+    for p in parameters_of(optimizer):
         state = optimizer.state.get(p, {})
         state.update({name: value.to(device) for name, value in state.items()})
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

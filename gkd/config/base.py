@@ -234,6 +234,16 @@ class Pool(Settings):
         """Workers of the group over all its nodes."""
         return self.n_gpus_per_node * self.nnodes
 
+    @property
+    def width(self) -> int:
+        """GPUs that one engine spans."""
+        return 1
+
+    @property
+    def n_engines(self) -> int:
+        """Engines of the pool."""
+        return self.n_workers // self.width
+
 
 class Engine(Pool):
     """A pool of vLLM engines, one for every ``tensor_parallel_size`` GPUs."""
@@ -299,6 +309,6 @@ class Engine(Pool):
         return max(1, self.tensor_parallel_size // self.n_gpus_per_node)
 
     @property
-    def n_engines(self) -> int:
-        """Engines of the pool."""
-        return self.n_workers // self.tensor_parallel_size
+    def width(self) -> int:
+        """GPUs that one engine spans."""
+        return self.tensor_parallel_size

@@ -280,11 +280,6 @@ class RewardModel(ScoringPool, EngineSection):
     max_num_seqs: int = Field(32, ge=1, description="sequences one replica rates at the same time")
     max_model_len: int = Field(8192, ge=2, description="longest sequence rated, tokens")
 
-    @property
-    def n_engines(self) -> int:
-        """Replicas of the model."""
-        return self.n_workers
-
 
 def _require_distinct(names: list[str]) -> list[str]:
     if repeated := [name for name in names if names.count(name) > 1]:

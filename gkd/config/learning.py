@@ -12,6 +12,7 @@ from gkd.config.registry import EntryName, Registry
 from gkd.config.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+RatioLevel = Literal["token", "sequence"]
 Estimator = Literal["k1", "k2", "k3"]
 
 ALGORITHMS = Registry(
@@ -103,7 +104,7 @@ class Policy(OpenSettings):
         description="PPO's clipped surrogate (clip), CISPO's weights (cispo), or your own as package.module:Class or "
         "FILE.py:Class (TRL: loss_type; verl: policy_loss.loss_mode)",
     )
-    ratio: Literal["token", "sequence"] | None = Field(
+    ratio: RatioLevel | None = Field(
         None,
         description="importance ratio of each token, or one of a response; null: sequence for algorithm.name=gspo, "
         "otherwise token (TRL: importance_sampling_level)",
@@ -280,9 +281,9 @@ class Algorithm(Settings):
         return self.reward_weight if self.distils else 0.0 if self.is_supervised else 1.0
 
     @property
-    def ratio(self) -> Literal["token", "sequence"]:
+    def ratio(self) -> RatioLevel:
         """Whether importance ratios of the policy-gradient loss are of tokens or of responses."""
-        default: Literal["token", "sequence"] = self.composition.ratio
+        default: RatioLevel = self.composition.ratio
         return self.policy.ratio or default
 
     @property

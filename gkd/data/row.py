@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gkd.config.hints import suggest
 from gkd.config.overrides import flatten
 from gkd.errors import ConfigError, one_line
 
@@ -38,10 +38,10 @@ class Row:
         if value is not _ABSENT:
             return value
         columns = list(flatten(self.values))
-        near = difflib.get_close_matches(key, columns, n=1, cutoff=0.6)
-        hint = f" (did you mean {near[0]}?)" if near else ""
         shown = ", ".join(columns[:KEYS_SHOWN]) + (", ..." if len(columns) > KEYS_SHOWN else "")
-        raise ConfigError(f"{self.place} has no key {key!r} ({setting}){hint}; the keys there are: {shown or 'none'}")
+        raise ConfigError(
+            f"{self.place} has no key {key!r} ({setting}){suggest(key, columns)}; the keys there are: {shown or 'none'}"
+        )
 
     def find(self, key: str) -> Any:
         """Return the value in column ``key`` as :meth:`get` does; None for a missing one."""

@@ -262,8 +262,7 @@ def _validate_before(config: Config, parts: Parts, log: RunLog) -> RunState:
     before, teacher = keep_finite(parts.validation.run()), keep_finite(parts.validation.teacher())
     before |= keep_finite(parts.val_sets.run(parts.val_sets.due_sets(0)))
     require_figures(config.trainer, before)
-    if log.stop is not None:
-        log.stop.update(0, before)
+    log.stop.update(0, before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})
     log.progress.validated = before
     log.progress.print_line(

@@ -94,8 +94,6 @@ def differentiate_in_chunks(
 
     Under FSDP2 the head's parameters belong to the group of the module whose forward calls this. A head that is a group
     of its own would be gathered and reduced once a call, and ranks with different numbers of chunks would deadlock.
-
-    Raises ValueError where ``chunk`` is not positive.
     """
     source, through = hidden.detach(), head_pass(head)
     slope, kept = torch.empty_like(source), Values()
@@ -117,8 +115,6 @@ def differentiate_in_chunks(
 
 
 def _chunks(hidden: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; at least one position at a time is needed")
     starts = range(0, max(len(hidden), 1), chunk)
     return zip(starts, torch.split(hidden, chunk), strict=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -12,27 +11,19 @@ Differentiate = Callable[[Tensor, Tensor], None]
 """Called with logits [n, V] and a tensor like them, which it fills with the gradient; both may be the same memory."""
 
 
-class HeadPass(ABC):
-    """A head, and the gradients of its trained parameters, summed over the chunks that went through it."""
+class LinearPass:
+    """A plain linear head: three matrix products a chunk, and nothing of [n, V] beside the logits themselves.
 
-    def __init__(self) -> None:
-        self.slopes: dict[Tensor, Tensor] = {}
-
-    @abstractmethod
-    def __call__(self, rows: Tensor, differentiate: Differentiate) -> Tensor:
-        """Run the head forward and backward on ``rows`` [n, D]; returns their gradient [n, D]."""
-
-
-class LinearPass(HeadPass):
-    """A plain linear head: three matrix products a chunk, and nothing of [n, V] beside the logits themselves."""
+    ``slopes``: gradients of its trained parameters, summed over the chunks that went through it.
+    """
 
     def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
         self._head, self._weight, self._bias = head, head.weight, head.bias
         trained = [value for value in (head.weight, head.bias) if value is not None and value.requires_grad]
         self.slopes = {value: torch.zeros_like(value) for value in trained}
 
     def __call__(self, rows: Tensor, differentiate: Differentiate) -> Tensor:
+        """Run the head forward and backward on ``rows`` [n, D]; returns their gradient [n, D]."""
         logits: Tensor = self._head(rows)
         differentiate(logits, logits)
         if self._weight in self.slopes:
@@ -42,14 +33,15 @@ class LinearPass(HeadPass):
         return logits @ self._weight
 
 
-class AutogradPass(HeadPass):
+class AutogradPass:
     """Any other head, one that scales or caps its logits for instance, by autograd within the chunk."""
 
     def __init__(self, head: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
         self._head = head
+        self.slopes: dict[Tensor, Tensor] = {}
 
     def __call__(self, rows: Tensor, differentiate: Differentiate) -> Tensor:
+        """Do what :class:`LinearPass` does."""
         with torch.enable_grad():
             source = rows.detach().requires_grad_()
             logits = self._head(source)
@@ -63,7 +55,7 @@ class AutogradPass(HeadPass):
         return own
 
 
-def head_pass(head: Callable[[Tensor], Tensor]) -> HeadPass:
+def head_pass(head: Callable[[Tensor], Tensor]) -> LinearPass | AutogradPass:
     """Return the pass through ``head`` that fits it; only ``nn.Linear`` itself, not what extends it, is linear."""
     return LinearPass(head) if type(head) is nn.Linear else AutogradPass(head)
 

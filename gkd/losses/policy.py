@@ -12,7 +12,6 @@ from gkd.losses.chunked import Values, require_values
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.off_policy import Importance
 from gkd.losses.outcomes import outcomes
-from gkd.losses.ratio import RATIOS
 from gkd.losses.surrogate import Surrogate
 from gkd.losses.truncation import apply_presence_penalty, log_mass, truncates
 
@@ -74,15 +73,13 @@ def _truncated_logprobs(log_q: Tensor, tokens: Tensor, rollout: Rollout) -> Tens
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:
     """Compute the surrogate at each of N response tokens, not yet weighted, and what is worth watching; [N] each."""
-    old, advantages, kind = weights.old, micro.advantages, RATIOS[algorithm.ratio]
-    surrogate: Surrogate = algorithm.policy.build(kind.usual_range)
-    if algorithm.advantage.teacher_kl:
+    old, advantages, by_token = weights.old, micro.advantages, algorithm.advantage.teacher_kl > 0
+    surrogate: Surrogate = algorithm.policy.build(pg.USUAL_RANGES[algorithm.ratio])
+    if by_token:
         assert micro.targets is not None, "the teacher's KL needs the teacher's targets"
         teacher = micro.targets.teacher_token_logprobs.clamp(min=MIN_LOGPROB)
         advantages = advantages - algorithm.advantage.teacher_kl * (old - teacher)
-        ratio = pg.ratio_of(kind.log_by_token(log_q, old, micro.bounds))
-    else:
-        ratio = pg.ratio_of(kind.log(log_q, old, micro.bounds))
+    ratio = pg.ratio_of(pg.log_ratio(algorithm.ratio, log_q, old, micro.bounds, by_token))
     values, clipped = surrogate(log_q, ratio, advantages), surrogate.clips(ratio.detach())
     require_values(values, len(log_q), log_q, f"algorithm.policy.surrogate={algorithm.policy.surrogate}")
     require_values(

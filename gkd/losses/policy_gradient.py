@@ -8,14 +8,15 @@ be minimised; every function's value at a token is that token's, not yet weighte
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gkd.config.learning import Estimator
+from gkd.config.learning import Estimator, RatioLevel
 
 LARGEST_LOG_RATIO = 20.0  # exp of more would be meaningless; vLLM and a trainer differ by a hundredth of it
+USUAL_RANGES: dict[RatioLevel, tuple[float, float]] = {"token": (0.2, 0.2), "sequence": (3e-4, 4e-4)}
+"""What a ratio is usually clipped to: so far below 1, and so far above. A response's lie much nearer to 1."""
 
 
 def sequence_mean(values: Tensor, bounds: Tensor) -> Tensor:
@@ -37,22 +38,43 @@ def _reduce_sequences(values: Tensor, bounds: Tensor, mean: bool) -> Tensor:
     return (sums / lengths.clamp(min=1) if mean else sums)[owner]
 
 
+def log_ratio(level: RatioLevel, log_q: Tensor, log_old: Tensor, bounds: Tensor, by_token: bool = False) -> Tensor:
+    """Compute the log of each token's importance ratio (``algorithm.policy.ratio``).
+
+    It is between the policy that is being updated and the one the batch's updates started from; with one update a batch
+    it is 1, and a surrogate's gradient is the plain policy gradient. By ``level``:
+
+    - ``token``: each token's own, log q - log old (PPO, arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300, eq. 3).
+    - ``sequence``: the mean of these over its response, since a reward belongs to a whole response (GSPO, Zheng et al.,
+      arXiv 2507.18071, eq. 7). For responses of one token it is GRPO's.
+
+    ``by_token``: advantages differ from token to token. A response's ratio is then ``sg(s) q / sg(q)`` (GSPO-token,
+    eq. 14): its value is the response's, its gradient each token's own, so that a token is moved by its own advantage.
+    Where these are equal it has GSPO's gradient.
+    """
+    own = log_q - log_old
+    if level == "token":
+        return own
+    whole = sequence_mean(own, bounds)
+    return whole.detach() + log_q - log_q.detach() if by_token else whole
+
+
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """Take exp, of at most e^20."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_old: Tensor | None = None) -> Tensor:
+def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_old: Tensor) -> Tensor:
     """Estimate KL(Q || reference) at each token from the token sampled, weighted by the ratio ``r = q / old``.
 
     With ``d = log q - log reference``: k1 is ``d``, k2 is ``d^2 / 2``, k3 is ``exp(-d) - 1 + d`` (Schulman,
-    "Approximating KL Divergence", 2020; k3 in GRPO, arXiv 2402.03300, eq. 4). ``log_old`` is what the samples are from;
-    None: Q itself, and r is 1 with the gradient of q. On average over samples of ``old``, the gradient of all three is
-    that of KL(Q || reference): of ``r d``, with d constant, and of ``r k3`` (DeepSeek-V3.2, arXiv 2512.02556, eq. 7) as
-    of the average itself, and of ``sg(r) d^2 / 2``. Without r, k3's would be that of KL(reference || Q).
+    "Approximating KL Divergence", 2020; k3 in GRPO, arXiv 2402.03300, eq. 4). ``log_old`` is of what the samples
+    are from: of Q itself, without gradient, where they are its. On average over samples of ``old``, the gradient of all
+    three is that of KL(Q || reference): of ``r d``, with d constant, and of ``r k3`` (DeepSeek-V3.2, arXiv 2512.02556,
+    eq. 7) as of the average itself, and of ``sg(r) d^2 / 2``. Without r, k3's would be that of KL(reference || Q).
     """
     d = log_q - log_reference
-    ratio = ratio_of(log_q - (log_q.detach() if log_old is None else log_old))
+    ratio = ratio_of(log_q - log_old)
     if estimator == "k1":
         return ratio * d.detach()
     if estimator == "k2":
@@ -61,7 +83,7 @@ def kl_penalty(log_q: Tensor, log_reference: Tensor, estimator: Estimator, log_o
 
 
 def importance_weights(
-    trainer: Tensor, sampler: Tensor, bounds: Tensor, level: Literal["token", "sequence"], mask: bool, cap: float
+    trainer: Tensor, sampler: Tensor, bounds: Tensor, level: RatioLevel, mask: bool, cap: float
 ) -> Tensor:
     """Compute weights that undo the difference between the engine that sampled and the trainer, detached.
 

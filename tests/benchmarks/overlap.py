@@ -54,6 +54,7 @@ from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.groups.weight_sync import WeightSync
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
+from gkd.driver.validation.early_stop import EarlyStop
 from gkd.driver.validation.held_out import Validation
 from gkd.durable import DirectoryIdentity
 from gkd.inference.engine import EngineSpec, InferenceEngine
@@ -257,7 +258,8 @@ def run(
         with JsonLines(file) as metrics:
             checkpoints = Checkpoints(config, DirectoryIdentity.of(Path(path)), time.monotonic(), {})
             timeline = Timeline(kept or Path(path, "timeline.json"), config.trainer.n_timeline_steps)
-            train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline), RunState())
+            stop = EarlyStop(config.trainer.stop_early, file)
+            train(config, parts, RunLog(metrics, quiet, quiet, checkpoints, timeline, None, stop), RunState())
             timeline.write()
         return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -185,9 +185,3 @@ def test_it_measures_without_gradients():
     with torch.no_grad():
         total, _ = chunked_loss(hidden, head, targets, Loss(), 4, weights)
     assert not total.requires_grad and head.rows == [4, 2]
-
-
-def test_a_chunk_of_nothing_is_refused():
-    hidden, targets, weights = make_case(6)
-    with pytest.raises(ValueError, match="chunk is 0"):
-        chunked_loss(hidden, Head(), targets, Loss(), 0, weights)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gkd.config import GROUP_OF, Config, Engine, Pool
+from gkd.config import GROUP_OF, Config, Pool
 
 MOST_STATES = 10_000  # of nodes that all differ, a second or two
 
@@ -154,7 +154,7 @@ def group_requests(config: Config) -> list[GroupRequest]:
             pool.n_gpus_per_node,
             pool.nnodes,
             _indices(pool),
-            _width(pool),
+            pool.width,
             tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == GROUP_OF[section]),
             tuple(map(tuple, pool.gpus_by_node or ())),
             int(config.weights.transfer_class.ray_executor),
@@ -168,11 +168,7 @@ def _colocated_group(group: str, pool: Pool, host: Pool) -> ColocatedGroup:
     positions: Sequence[int] = range(pool.n_gpus_per_node)
     if pool.gpus is not None and host.gpus is not None:
         positions = [host.gpus.index(index) for index in pool.gpus]
-    return ColocatedGroup(group, tuple(positions), pool.nnodes, _indices(pool), _width(pool))
-
-
-def _width(pool: Pool) -> int:
-    return pool.tensor_parallel_size if isinstance(pool, Engine) else 1
+    return ColocatedGroup(group, tuple(positions), pool.nnodes, _indices(pool), pool.width)
 
 
 def _indices(pool: Pool) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from gkd.cluster.workers.environment import environment
 from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
+from gkd.config.base import SCORERS
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.groups.engines import StartWorker, make_restart_policy, prepare_restarts
@@ -24,7 +25,6 @@ from gkd.scoring.address import Key, external_addresses, external_key
 from gkd.scoring.watch import ScorerReplicas, ScorerWatch
 from gkd.scoring.worker import ScorerSpec
 
-GROUPS = ("teacher", "reference", "reward_model")
 WORKER, FOLLOWER = "gkd.scoring.worker:ScoringWorker", "gkd.scoring.worker:scoring_follower"
 
 
@@ -46,11 +46,9 @@ class Scorers:
         """Find the groups that score among ``groups``. Raises ConfigError where the user's key cannot be read."""
         limit = config.cluster.start_timeout_s
         engines: dict[str, Engines] = {}
-        for name in GROUPS:
+        for name in SCORERS:
             if name in groups:
-                settings = _settings(config, name)
-                tensor_parallel = settings.tensor_parallel_size if isinstance(settings, Scorer) else 1
-                engines[name] = Engines.from_group(groups[name], tensor_parallel, limit)
+                engines[name] = Engines.from_group(groups[name], _settings(config, name).width, limit)
         connected = (rollout, *(group.leaders for group in engines.values()))
         ips = {report.ip for group in connected for report in group.reports} | {ray.util.get_node_ip_address()}
         return Scorers(config, inputs, _key(config), engines, len(ips) == 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
@@ -122,14 +122,9 @@ class Batches:
                 (useful if group in differ else spare).append([sample for _, sample in neighbours])
             n_missing = batch - len(useful)
             if not n_missing or not rounds:
-                return CollectedBatch(
-                    _flatten(interleave(useful, spare[:n_missing])), _flatten(spare[n_missing:]), requested
-                )
+                batch_samples = list(chain.from_iterable(interleave(useful, spare[:n_missing])))
+                return CollectedBatch(batch_samples, list(chain.from_iterable(spare[n_missing:])), requested)
             keys = self._submit(self.schedule.replace(step, n_missing))
-
-
-def _flatten(groups: Sequence[Sequence[Item]]) -> list[Item]:
-    return [item for group in groups for item in group]
 
 
 def interleave(most: Sequence[Item], others: Sequence[Item]) -> list[Item]:

@@ -56,10 +56,10 @@ class RunLog:
     progress: Progress
     checkpoints: Checkpoints
     timeline: Timeline
-    best: BestModel | None = None
-    stop: EarlyStop | None = None
+    best: BestModel | None
+    stop: EarlyStop
 
     @property
     def stops_early(self) -> bool:
         """Whether the run ends before its last step."""
-        return self.stop is not None and self.stop.reason is not None
+        return self.stop.reason is not None

@@ -95,8 +95,7 @@ class StepEnds:
     def _log(self, state: RunState, figures: dict[str, float]) -> RunState:
         """Write the metrics of a step with the ``figures`` of its validation, and begin a checkpoint if it is time."""
         log, step = self.log, state.step
-        if log.stop is not None:
-            log.stop.update(step, figures)
+        log.stop.update(step, figures)
         if log.stops_early:  # a run ends with every figure
             figures = figures | self._measure(self._request(step, rest=True))
         validated = {**(self._set_figures(state.validated) if self._is_due(step) else state.validated), **figures}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
-from gkd.config import Config, Engine
+from gkd.config import Config
 from gkd.config.actor import MICRO_BATCH_TOKENS
 from gkd.planning.layout import Layout
 from gkd.planning.memory.pools import GroupMemory, pool_memory
@@ -34,8 +34,7 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
             groups = [_with_weight_sync(group, groups) if group.group == "actor" else group for group in groups]
         return [replace(group, available=_available_bytes(layout, group, groups, shared, offload)) for group in groups]
     groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
-    widths = [pool.tensor_parallel_size if isinstance(pool, Engine) else 1 for _, pool in layout.config.pools()]
-    totals = [group.total * group.n_gpus / tp for group, tp in zip(groups, widths, strict=True)]
+    totals = [group.total * group.n_gpus / pool.width for group, pool in zip(groups, pools.values(), strict=True)]
     return [replace(group, available=layout.hardware.memory - sum(totals) + group.total) for group in groups]
 
 

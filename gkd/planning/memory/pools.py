@@ -16,6 +16,7 @@ from gkd.config import TRANSFERS, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, EngineLoad
 from gkd.errors import ConfigError, one_line
+from gkd.inference.engine import RESULT_ENTRY_BYTES
 from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import (
     MicroBatchSize,
@@ -34,7 +35,6 @@ COLLECTIVES = 0.5 * GIB  # NCCL's buffers of several ranks
 ACTOR_PROCESS = 0.6 * GIB  # the actor's process on a CPU: Python, torch and transformers
 ENGINE_PROCESS = 1.2 * GIB  # an engine's: Python, torch and vLLM
 FRAGMENTED = 0.05  # of what comes and goes, held by torch's allocator without being used
-RESULT_ENTRY = 2 * F32  # of a result's top K on the host: an id and a log-probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
         items["logits"] = float(2 * n_rows * shape.vocabulary * F32)
         running = min(engine.slots, workload.samples)
         top_k = _largest_top_k(layout, group, shape)
-        items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * RESULT_ENTRY))
+        items["results"] = float(min(kind.result_bytes, running * workload.longest * (top_k + 1) * RESULT_ENTRY_BYTES))
     n_held = cache_use(shape, 1, c, workload.longest, workload.longest, block=1).count_in(engine.cpu_cache_gb * GIB)
     shortage = find_width_obstacle(shape, engine.tensor_parallel_size)
     if not shortage and not n_held:

@@ -191,7 +191,7 @@ class Played:
         stop = EarlyStop(StopEarly(**(stop_early or {})), file)
         with JsonLines(file) as metrics:
             timeline = Timeline(self.output / "timeline.json", 3)
-            log = RunLog(metrics, samples, progress, checkpoints, timeline, stop=stop)
+            log = RunLog(metrics, samples, progress, checkpoints, timeline, None, stop)
             validated = train(config, parts, log, start).validated
             timeline.write()
             return validated

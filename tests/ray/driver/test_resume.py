@@ -24,6 +24,7 @@ from gkd.driver.checkpoints.resume import cut, find
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
 from gkd.driver.loop.train import train
+from gkd.driver.validation.early_stop import EarlyStop
 from gkd.durable import DirectoryIdentity, compute_checksum
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
@@ -152,7 +153,8 @@ class World:
             progress: Any = SimpleNamespace(step=self.show)
             timeline = Timeline(self.output / "timeline.json", 0)
             try:
-                log = RunLog(metrics, samples, progress, checkpoints, timeline)
+                stop = EarlyStop(self.config.trainer.stop_early, self.output / "metrics.jsonl")
+                log = RunLog(metrics, samples, progress, checkpoints, timeline, None, stop)
                 return train(self.config, parts, log, start).validated
             except BaseException:
                 checkpoints.rescue(parts.actor)
