@@ -86,7 +86,7 @@ class ActorRanks:
         self.group = self._restart()
         gather([self.submit_build()], limit)
         self.load()
-        self.group.call_each("state.take_over", [[ref] for ref in kept.refs], timeout_s=limit)
+        gather([self.group.submit_each("state.take_over", [[ref] for ref in kept.refs])], limit)
 
     def offload(self) -> None:
         """Have all ranks move what they hold to the host."""

@@ -6,7 +6,6 @@ renamed when complete, so that one that exists is whole, and under a lock, so th
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from gkd.config import Data, user_path
 from gkd.data.task import ReportFn
+from gkd.durable import hold
 from gkd.errors import ConfigError, RunFailed
 
 MAKING_TIMEOUT_S = 1800.0
@@ -63,15 +63,10 @@ def make_entry(directory: Path, report: ReportFn) -> Iterator[Path | None]:
 def _acquire(lock: int, directory: Path, report: ReportFn) -> None:
     deadline = time.monotonic() + MAKING_TIMEOUT_S
     waiting = False
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waiting:
-                report(f"another run is making {directory.name}; waiting for it")
-            waiting = True
-        else:
-            return
+    while not hold(lock):
+        if not waiting:
+            report(f"another run is making {directory.name}; waiting for it")
+        waiting = True
         if time.monotonic() > deadline:
             raise RunFailed(f"another process has been making {directory} for {MAKING_TIMEOUT_S:.0f} s")
         time.sleep(0.2)

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from gkd.cluster.health.watched import RestartPolicy, WatchedGroup
 from gkd.cluster.session.port import listens
 from gkd.cluster.workers.failure import WorkerDied, explain
-from gkd.cluster.workers.group import Group, PendingCall
+from gkd.cluster.workers.group import Group, PendingCall, owners
 from gkd.rollout.stream import SampleStream
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.watch import ExpectedReplica, ScorerWatch
@@ -47,9 +47,7 @@ class EngineGroup(WatchedGroup):
     ) -> None:
         super().__init__("rollout", group, timeout_s, "rollout.engine_timeout_s", restart_policy)
         self.scorers, self._clients = scorers, clients
-        self._followers = {
-            ref: worker for call in followers for ref, worker in zip(call.refs, call.workers, strict=True)
-        }
+        self._followers = owners(followers)
         self._streams: dict[int, SampleStream] = {}
         for engine in self.fleet.working:
             self._serve(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,9 +70,9 @@ class Group:
         workers[position], reports[position] = worker.workers[0], worker.reports[0]
         return replace(self, workers=tuple(workers), reports=tuple(reports))
 
-    def submit(self, method: str, *args: Any, activity: str | None = None, **kwargs: Any) -> PendingCall:
+    def submit(self, method: str, *args: Any, activity: str | None = None) -> PendingCall:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
-        refs = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
+        refs = [worker.call.remote(method, *args) for worker in self.workers]
         return self.as_pending(activity or _take_last_part(method), refs)
 
     def submit_each(
@@ -99,15 +99,9 @@ class Group:
             refs.append(worker.build.remote(target, *args))
         return self.as_pending(f"starting {target.partition(':')[2]} (cluster.start_timeout_s)", refs)
 
-    def call(self, method: str, *args: Any, timeout_s: float, activity: str | None = None, **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout_s: float, activity: str | None = None) -> list[Any]:
         """Call ``method`` of every worker's object; results in rank order. Raises what :func:`gather` raises."""
-        return gather([self.submit(method, *args, activity=activity, **kwargs)], timeout_s)[0]
-
-    def call_each(
-        self, method: str, args_per_rank: Sequence[Sequence[Any]], *, timeout_s: float, activity: str | None = None
-    ) -> list[Any]:
-        """Do what :meth:`call` does, with arguments of its own for every rank."""
-        return gather([self.submit_each(method, args_per_rank, activity=activity)], timeout_s)[0]
+        return gather([self.submit(method, *args, activity=activity)], timeout_s)[0]
 
     def control(
         self, method: str, *args: Any, timeout_s: float, activity: str | None = None, keep_deaths: bool = False
@@ -124,12 +118,12 @@ class Group:
             activity or _take_last_part(method), [worker.control.remote(method, *args) for worker in self.workers]
         )
 
-    def stream(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def stream(self, rank: int, method: str, *args: Any) -> Any:
         """Return Ray's generator of references to what a generator method of one worker's object yields.
 
         Errors come from ``ray.get`` of an item as Ray's own; :meth:`explain` names them.
         """
-        return self.workers[rank].stream.remote(method, *args, **kwargs)
+        return self.workers[rank].stream.remote(method, *args)
 
     def explain(self, rank: int, error: Exception) -> Exception:
         """Return the error to raise for what ``ray.get`` raised about a rank: RunFailed or ConfigError, in one line."""
@@ -186,7 +180,7 @@ def gather(
     """
     deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline(timeout_s)
     announcement = Deadline(announce_s)
-    owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
+    owner = owners(calls)
     services = {call.service for call in calls if call.service is not None}
     results: dict[Any, Any] = {}
     waiting = list(owner)
@@ -255,10 +249,14 @@ def wait(call: PendingCall, timeout_s: float) -> None:
         left = _seconds_to_next_poll(deadline.end)
         _, late = ray.wait(late, num_returns=len(late), timeout=left, fetch_local=False)
         if late and deadline.is_over():
-            owner = dict(zip(call.refs, call.workers, strict=True))
-            raise RunFailed(_timeout_text([call], set(late), owner, deadline))
+            raise RunFailed(_timeout_text([call], set(late), owners([call]), deadline))
         if call.service is not None:
             call.service.require_time()
+
+
+def owners(calls: Iterable[PendingCall]) -> dict[Any, str]:
+    """Return whose each reference of calls is."""
+    return {ref: worker for call in calls for ref, worker in zip(call.refs, call.workers, strict=True)}
 
 
 def is_done(call: PendingCall, timeout_s: float = 0.0) -> bool:
@@ -283,11 +281,6 @@ def read_outcome(call: PendingCall) -> bool | None:
     return None if missing else True
 
 
-def has_failed(call: PendingCall) -> bool:
-    """Return whether any worker has failed at a call, or died, whatever the others do."""
-    return read_outcome(call) is False
-
-
 Attend = Callable[[Sequence[Any]], None]
 """Does what others need for a moment, or until one of these references of Ray's is there."""
 
@@ -298,14 +291,14 @@ def attend_until_done(call: PendingCall, timeout_s: float, attend: Attend) -> No
     Or until a worker has failed, which the others may wait for.
     """
     deadline, late = time.monotonic() + timeout_s, list(call.refs)
-    while late and time.monotonic() < deadline and not has_failed(call):
+    while late and time.monotonic() < deadline and read_outcome(call) is not False:
         attend(late)
         _, late = ray.wait(late, num_returns=len(late), timeout=0, fetch_local=False)
 
 
 def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:
     """Return the first worker found dead among those of calls that have failed, or fail within ``timeout_s``."""
-    owner = {ref: who for call in calls for ref, who in zip(call.refs, call.workers, strict=True)}
+    owner = owners(calls)
     waiting, deadline = list(owner), time.monotonic() + timeout_s
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))

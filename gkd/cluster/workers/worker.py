@@ -122,12 +122,12 @@ class Worker:
         return free_port()
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
-    def build(self, target: str, *args: Any, **kwargs: Any) -> None:
+    def build(self, target: str, *args: Any) -> None:
         """Import ``package.module:Class`` and construct the object whose methods :meth:`call` reaches."""
         self._require_unbuilt("build")
         module, _, name = target.partition(":")
         with keep_trace(), pause_garbage_collection():
-            self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            self._object = getattr(importlib.import_module(module), name)(*args)
         self._require_own_gpu()
 
     def _require_own_gpu(self) -> None:
@@ -141,18 +141,18 @@ class Worker:
             raise RunFailed(f"pid {os.getpid()}: torch computes on GPU {used} instead of {', '.join(own)}")
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object, or of a part of it (``part.method``), on the thread that built it, after all
         earlier calls.
         """
         with keep_trace():
-            return self._method(method)(*args, **kwargs)
+            return self._method(method)(*args)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def control(self, method: str, *args: Any) -> Any:
         """Call a method of the object at once, on another thread, also while :meth:`call` is busy."""
         with keep_trace():
-            return self._method(method)(*args, **kwargs)
+            return self._method(method)(*args)
 
     @ray.method(concurrency_group="weights")  # type: ignore[untyped-decorator]
     def load_bucket(self, *args: Any) -> Any:
@@ -161,10 +161,10 @@ class Worker:
             return self._method("weights.load_bucket")(*args)
 
     @ray.method(concurrency_group="stream", num_returns="streaming")  # type: ignore[untyped-decorator]
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
         """Yield what a generator method of the object yields, each item as soon as it is there."""
         with keep_trace():
-            yield from self._method(method)(*args, **kwargs)
+            yield from self._method(method)(*args)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def block_until_end(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from gkd.actor.group import ActorGroup
-from gkd.cluster.workers.group import PendingCall, attend_until_done, has_failed
+from gkd.cluster.workers.group import PendingCall, attend_until_done, read_outcome
 from gkd.config import load
 from gkd.driver.groups.weight_sync import WeightSync
 from gkd.errors import OutOfMemory, RunFailed
@@ -68,7 +68,7 @@ def test_chunks_begin_again_before_an_engine_gets_weights(
     ranks = Ranks(first, [ray.put(0.1), compute.remote(3.0)])
     actor, sync, pushed = start(ranks, monkeypatch)
     actor.accumulate([[training_sample(0)]])
-    assert eventually(lambda: has_failed(PendingCall("", ("", ""), tuple(first))), 30)
+    assert eventually(lambda: read_outcome(PendingCall("", ("", ""), tuple(first))) is False, 30)
     sync.refresh([0])
     assert ranks.budgets == [30] and not ranks.left
     assert not pushed and actor.accumulates  # the chunk again
@@ -82,7 +82,7 @@ def test_what_else_a_rank_failed_with_ends_the_wait(local_ray: None, monkeypatch
     refs = [fail.remote(), compute.remote(1000.0)]
     actor, sync, pushed = start(Ranks(refs), monkeypatch)
     actor.accumulate([[training_sample(0)]])
-    assert eventually(lambda: has_failed(PendingCall("", ("", ""), tuple(refs))), 30)
+    assert eventually(lambda: read_outcome(PendingCall("", ("", ""), tuple(refs))) is False, 30)
     for act in (lambda: sync.refresh([0]), lambda: actor.accumulate([[training_sample(1)]])):
         with pytest.raises(RunFailed, match=r"\brank\b"):
             act()
@@ -101,13 +101,13 @@ def test_others_are_attended_to_until_the_last_rank_is_done(local_ray: None) -> 
     attend_until_done(call, 0.5, attend)
     assert seen[0] == 2 and set(seen[1:]) == {1}
     attend_until_done(call, 60, attend)
-    assert not has_failed(call) and not ray.wait(list(call.refs), num_returns=2, timeout=0)[1]
+    assert read_outcome(call) is True
 
 
 def test_others_are_not_attended_to_once_a_rank_has_failed(local_ray: None) -> None:
     """The other waits for it in a collective."""
     call = PendingCall("writing", ("actor rank 0", "actor rank 1"), (fail.remote(), compute.remote(1000.0)))
-    assert eventually(lambda: has_failed(call), 30)
+    assert eventually(lambda: read_outcome(call) is False, 30)
     attend_until_done(call, 60, lambda refs: pytest.fail("it goes on"))
     ray.cancel(call.refs[1], force=True)
 

@@ -243,7 +243,7 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(
 
     ranks: Any = SimpleNamespace(
         submit_control=lambda method, *_, activity: done.append(method) or PendingCall(activity, (), ()),
-        call_each=lambda *_, **__: None,
+        submit_each=lambda *_, **__: None,
     )
     actor = ActorGroup(ranks, config(), "", restart)
     monkeypatch.setattr("gkd.actor.ranks.wait", wait)

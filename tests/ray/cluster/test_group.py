@@ -47,7 +47,7 @@ def groups(cluster):
 def test_results_come_in_rank_order_from_the_thread_that_built(groups):
     rollout = groups["rollout"]
     assert rollout.call("rank_times", 10, timeout_s=20) == [0, 10]
-    assert rollout.call_each("rank_times", [(1,), (5,)], timeout_s=20) == [0, 5]
+    assert gather([rollout.submit_each("rank_times", [(1,), (5,)])], 20) == [[0, 5]]
     assert all(rollout.call("same_thread", timeout_s=20)[0] for _ in range(20))
     assert rollout.call("torch_loaded", timeout_s=20) == [False, False]
     assert groups["actor"].call("environment", "OMP_NUM_THREADS", timeout_s=20) == ["3"]
