@@ -38,6 +38,8 @@ class Copies:
         whole = dist.device_mesh.init_device_mesh(device, (world // size, size), mesh_dim_names=("copies", "shards"))
         for group in whole.get_all_groups():  # which torch gives half an hour
             _set_pg_timeout(limit, group)
+        for met in (whole.get_group("copies"), None):  # NCCL takes its memory now, while torch holds none of the GPU
+            dist.all_reduce(torch.zeros(1, device=device), group=met)
         return cls(world // size, whole.get_local_rank("copies"), whole["shards"], whole.get_group("copies"))
 
     @torch.no_grad()

@@ -24,6 +24,9 @@ WHOLE_S = 10.0
 """Time that ranks have to come to the end of an optimizer step, and all of them to the same."""
 KEEP_S = 60.0
 """Time that ranks have to hand on what they have while some of them wait for another one."""
+RELEASES_GIL = {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0"}
+"""Has Triton launch what was compiled. torch's own launcher holds the GIL: a rank whose launches wait for another rank,
+one whose memory ran out, could hand on nothing."""
 
 
 class ActorRanks:
@@ -51,6 +54,8 @@ class ActorRanks:
         args = [(self.config, self.model_path, rank, world, device) for rank in range(world)]
         variables = environment(device, [self.model_path], self.config.cluster.cpu_threads)
         variables.pop("TORCHDYNAMO_DISABLE", None)  # which is for engines; here actor.compile decides
+        if world > 1:
+            variables |= RELEASES_GIL
         return self.group.submit_build("gkd.actor.worker:ActorWorker", args, environment=variables)
 
     def load(self) -> int:

@@ -45,7 +45,7 @@ class NcclSender(PackingSender):
         """Join as the root. Leaves an earlier group."""
         if self.group is not None:
             self.group.destroy()
-        with use_stream_apart():
+        with join_apart():
             self.group = _join(address, ROOT, world)
 
     def broadcast(self) -> None:
@@ -119,10 +119,14 @@ def load_library() -> Any:
 
 
 @contextmanager
-def use_stream_apart() -> Iterator[None]:
-    """Join a group on a stream aside: vLLM would make a new one that all after runs on, training as well."""
+def join_apart() -> Iterator[None]:
+    """Join a group on a stream aside: vLLM would make a new one that all after runs on, training as well.
+
+    What torch holds of the GPU and does not use is given back first: NCCL takes its memory from what is free.
+    """
     import torch
 
+    torch.cuda.empty_cache()
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         yield
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from gkd.config.transfer import Place
 from gkd.errors import RunFailed
-from gkd.weights.nccl import make_unique_id, require_enabled, use_stream_apart
+from gkd.weights.nccl import join_apart, make_unique_id, require_enabled
 from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
 MOST_RANKS = 16
@@ -49,7 +49,7 @@ class NcclM2n(ShardTransfer):
             nccl_unique_id_b64=rendezvous.address,
         )
         try:
-            with use_stream_apart():
+            with join_apart():
                 engine = M2NTrainerWeightTransferEngine.trainer_init(
                     info, client=client, source=Shards(source, rendezvous.n_ranks)
                 )

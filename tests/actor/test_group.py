@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch._inductor.config
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gkd.actor.group
 from gkd.actor.batches import balance_over_ranks
 from gkd.actor.group import ActorGroup
+from gkd.actor.ranks import RELEASES_GIL
 from gkd.config import load
 from gkd.errors import OutOfMemory
 from tests.samples import training_sample
 
 
 class Ranks:
-    """Two ranks that do what is waited for; ``evaluate`` runs out of memory the first time."""
+    """Ranks that do what is waited for; ``evaluate`` runs out of memory the first time."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 2) -> None:
         self.did: list[str] = []
-        self.n_submitted = 0
+        self.n, self.n_submitted = n, 0
 
     def __len__(self) -> int:
-        return 2
+        return self.n
 
     def submit_each(self, method: str, args: Sequence[Any], activity: str | None = None) -> Any:
         self.n_submitted += 1
@@ -123,3 +126,15 @@ def test_what_fits_is_what_every_rank_can_take_in_one_micro_batch(lengths: list[
     actor = ActorGroup(group, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: group)
     shares = balance_over_ranks(lengths, n_ranks)
     assert actor.fits(lengths) == all(sum(lengths[i] for i in part) <= 60 or len(part) == 1 for part in shares)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks_that_wait_for_each_other_launch_kernels_without_the_gil(n: int) -> None:
+    """The thread that hands on what a rank has could not run while a launch waits for a rank without memory."""
+    built: list[dict[str, str]] = []
+    ranks: Any = Ranks(n)
+    ranks.reports = [SimpleNamespace(device="cuda")]
+    ranks.submit_build = lambda target, arguments, environment: built.append(environment)
+    ActorGroup(ranks, load({}), "", lambda: ranks).submit_build()
+    assert (RELEASES_GIL.items() <= built[0].items()) == (n > 1)
+    assert all(name in inspect.getsource(torch._inductor.config) for name in RELEASES_GIL)

@@ -147,7 +147,7 @@ def test_what_the_library_cannot_send_is_one_line(monkeypatch: pytest.MonkeyPatc
             return [FilePart("conv.weight", torch.float32, (2, 2, 2, 2), 0)]
 
     monkeypatch.setattr(NcclM2n, "new_address", lambda: "A" * 171 + "=")
-    monkeypatch.setattr("gkd.weights.nccl_m2n.use_stream_apart", torch.no_grad)
+    monkeypatch.setattr("gkd.weights.nccl_m2n.join_apart", torch.no_grad)
     monkeypatch.setattr("vllm.distributed.weight_transfer.m2n_trainer.import_m2n", lambda: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     publisher = ShardPublisher(Weights(transfer="nccl_m2n"), Deep(), span=1)
