@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -54,7 +55,7 @@ class ScoringServer:
         self._jobs: dict[int, QueuedRequest] = {}
         self._keys = count()
         self._asleep = self._ended = False
-        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._commands: queue.Queue[tuple[Future[None], Callable[[], None], bool]] = queue.Queue()
 
     @property
     def address(self) -> str:
@@ -91,6 +92,7 @@ class ScoringServer:
             raise RunFailed(f"the scoring engine at {self.address} failed: {describe_error(error)}") from error
         finally:
             self._ended = True
+            self._refuse_commands()
             for job in self._jobs.values():
                 self._frontend.reject(job, code, message)
             self._jobs.clear()
@@ -122,23 +124,20 @@ class ScoringServer:
 
     def _run_when_idle(self, act: Callable[[], None], asleep: bool, activity: str, timeout_s: float) -> None:
         done: Future[None] = Future()
-
-        def command() -> None:
-            try:
-                act()
-                self._asleep = asleep
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
-        if self._ended:
-            raise RunFailed(f"the engine at {self.address} has ended")
-        self._commands.put(command)
+        self._commands.put((done, act, asleep))
+        if self._ended:  # it has refused what came before it ended, and nobody else comes for this one
+            self._refuse_commands()
         try:
             done.result(timeout_s)
         except TimeoutError:
             engine = f"the engine at {self.address}"
             raise RunFailed(f"{engine} did not {activity} within {timeout_s:g} s (weights.timeout_s)") from None
+
+    def _refuse_commands(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                done, _, _ = self._commands.get_nowait()
+                done.set_exception(RunFailed(f"the engine at {self.address} has ended"))
 
     def close(self) -> None:
         """Stop answering and give back the address."""
@@ -147,10 +146,15 @@ class ScoringServer:
     def _command(self) -> bool:
         """Run another thread's command, if there is one; while asleep nothing else can come, so it is waited for."""
         try:
-            command = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
+            done, act, asleep = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
         except queue.Empty:
             return False
-        command()
+        try:
+            act()
+            self._asleep = asleep
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
         return True
 
     def _work(self) -> None:

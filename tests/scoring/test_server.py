@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,22 @@ def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -
     assert not during.done()
     server.wake(30)
     assert_same(during.result(30), expected(a_score(2, 4)))
+
+
+def test_whoever_waits_for_the_engine_to_sleep_hears_at_once_that_it_ended(serve: Serve, connect: Connect) -> None:
+    engine = TableEngine(30)
+    running = serve(engine)
+    client = connect(running.server.address, top_k=4)
+    client.submit(ScoreRequest(np.array([POISON, 1], np.int32), ((1, 2),), 1))
+    assert eventually(lambda: running.server.progress()[1] == 1)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(running.server.sleep, 60)
+        assert eventually(lambda: not running.server._commands.empty())
+        engine.hurry.set()
+        for _ in range(2):  # one that was there before the end, and one that comes after it
+            with pytest.raises(RunFailed, match="has ended"):
+                waiting.result(20)
+            waiting = pool.submit(running.server.wake, 60)
 
 
 class RecordedActivity(Activity):
