@@ -55,7 +55,7 @@ class OutOfMemory(UpdateFailed):
     ``budget`` is what to try instead; None: one sequence alone is too much.
     """
 
-    def __init__(self, message: str, budget: int | None = None) -> None:
+    def __init__(self, message: str, budget: int | None) -> None:
         super().__init__(message)
         self.budget = budget
 

@@ -66,7 +66,7 @@ def pack(lengths: Sequence[int], budget: int, padded: bool = False) -> list[list
     return bins
 
 
-def count_tokens(part: Sequence[int], lengths: Sequence[int], padded: bool = False) -> int:
+def count_tokens(part: Sequence[int], lengths: Sequence[int], padded: bool) -> int:
     """Return the tokens that a micro-batch is computed with, padding included; ``part``: indices into ``lengths``."""
     own = [lengths[i] for i in part]
     return len(own) * max(own, default=0) if padded else sum(own)

@@ -156,7 +156,7 @@ def load(
     return student
 
 
-def build_empty(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_empty(config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
     """Return a model of that kind without weights."""
     with META:
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -35,9 +35,7 @@ class Student(nn.Module):
     computed with, and sent, in float32 as well. Calling it evaluates an objective on one micro-batch.
     """
 
-    def __init__(
-        self, lm: PreTrainedModel, has_adapter: bool, files: FileNames, exact: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, lm: PreTrainedModel, has_adapter: bool, files: FileNames, exact: frozenset[str]) -> None:
         super().__init__()
         self.lm, self.has_adapter, self.files, self.exact = lm, has_adapter, files, exact
         self.head = Head(lm)

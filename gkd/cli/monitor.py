@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print once, on a terminal too")
     options = parser.parse_args(arguments)
     if options.every is not None and not 0 < options.every <= 86_400:
-        raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
+        raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 and at most 86400 is expected")
     from gkd.observability.progress import console, rewrites
     from gkd.observability.run_files import RunFiles
 

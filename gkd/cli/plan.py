@@ -121,6 +121,6 @@ def _hardware(config: Config, best: bool) -> Hardware:
     simulated, of_gpus = config.cluster.simulate_gpus, best or config.plan.gpu_type is not None
     if not of_gpus and isinstance(simulated, int):
         return cpu_hardware(config.plan)
-    if not of_gpus and config.cluster.simulate_gpus == "auto" and not _names_a_gpu(config) and not nvml_uuids():
+    if not of_gpus and simulated == "auto" and not _names_a_gpu(config) and not nvml_uuids():
         return cpu_hardware(config.plan)
     return gpu_hardware(config.plan)

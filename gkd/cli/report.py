@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="with --watch: how often (10)")
     options = parser.parse_args(arguments)
     if not 0 < options.every <= 86_400:
-        raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 is expected")
+        raise ConfigError(f"--every {options.every:g}: a number of seconds above 0 and at most 86400 is expected")
     from gkd.config.output_files import REPORT
     from gkd.durable import is_held
     from gkd.observability.page.write import write_page

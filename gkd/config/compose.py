@@ -377,7 +377,7 @@ def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
     return in_open_section and not any(key.startswith(f"{name}.") for name in known)
 
 
-def _check_choice(override: Override, choices: list[str], several: bool = False) -> None:
+def _check_choice(override: Override, choices: list[str], several: bool) -> None:
     if override.is_delete():
         raise ConfigError(f"{override.input_line}: one of {', '.join(choices)} is expected")
     if override.is_sweep_override():

@@ -97,6 +97,11 @@ SCORING_ENGINES = {
 }
 
 
+def scorer_group(scorer: str) -> str:
+    """Return the group of a model that scores: ``teacher`` of ``teacher:NAME``, ``reference``, ..."""
+    return scorer.partition(":")[0]
+
+
 def model_setting(scorer: str) -> str:
     """Return the setting that names a model that scores: ``teacher``, ``teacher:NAME``, ``reference``, ..."""
     group, _, teacher = scorer.partition(":")

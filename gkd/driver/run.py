@@ -59,8 +59,8 @@ def drive(
     directory: DirectoryIdentity,
     out: Console,
     started_s: float,
-    saved: SavedCheckpoint | None = None,
-    on_step: OnStep | None = None,
+    saved: SavedCheckpoint | None,
+    on_step: OnStep | None,
 ) -> None:
     """Do everything between connecting to Ray and leaving it; ``started_s`` (``time.monotonic``): when the run began.
 

@@ -27,7 +27,7 @@ class Bytes:
     all_special_ids: tuple[int, ...] = ()
     name_or_path = "an endpoint"
 
-    def __init__(self, variables: Iterable[str] = ()) -> None:
+    def __init__(self, variables: Iterable[str]) -> None:
         self.chat_template = " ".join(["{{ messages }}", *variables])  # whether it looks at them is seen there
 
     def __call__(self, texts: str | Sequence[str], **_: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from gkd.config.device import Device, Dtype, EngineLoad, NodeSpan
+from gkd.config.groups import scorer_group
 from gkd.errors import ConfigError
 from gkd.inference.requests import Limits, RequestRejected
 
@@ -96,7 +97,7 @@ class EngineSpec:
     @property
     def section(self) -> str:
         """The section of the settings, which is that of the group."""
-        return self.name.partition(":")[0]
+        return scorer_group(self.name)
 
     def require_positions(self) -> None:
         """Raise ConfigError where sequences that are to be scored are longer than the model takes."""

@@ -26,7 +26,7 @@ class ScorerUnavailable(RunFailed):
 class ScorerRejected(RunFailed):
     """A ``scorer``, by name, cannot answer a request, whichever replica it goes to; ``code`` states why."""
 
-    def __init__(self, code: ErrorCode, message: str, scorer: str = "teacher") -> None:
+    def __init__(self, code: ErrorCode, message: str, scorer: str) -> None:
         super().__init__(code, message, scorer)
         self.code, self.message, self.scorer = code, message, scorer
 

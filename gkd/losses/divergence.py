@@ -53,7 +53,7 @@ class Divergence(ABC):
         return None
 
     @staticmethod
-    def block_rows(vocabulary: int, on_cpu: bool, roomy: bool = False) -> int:
+    def block_rows(vocabulary: int, on_cpu: bool, roomy: bool) -> int:
         """Return how many positions' logits are worked on at a time, whatever else is computed from them.
 
         ``roomy``: on a GPU with memory to spare (``actor.has_room``).

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from gkd.cluster.workers.deadline import LONGEST_TURN_S
+from gkd.config.groups import scorer_group
 from gkd.errors import ConfigError, RunFailed, describe_error
 from gkd.inference.requests import (
     SAMPLE_CODES,
@@ -53,7 +54,7 @@ class RetryPolicy:
     @property
     def section(self) -> str:
         """The section of settings that these are of."""
-        return self.scorer.partition(":")[0]
+        return scorer_group(self.scorer)
 
 
 class Dispatcher:

@@ -54,7 +54,7 @@ class WatchedGroup:
     """
 
     def __init__(
-        self, name: str, group: Group, timeout_s: float, setting: str, restart_policy: RestartPolicy | None = None
+        self, name: str, group: Group, timeout_s: float, setting: str, restart_policy: RestartPolicy | None
     ) -> None:
         self.group = group
         """The workers, those that died included."""

@@ -90,7 +90,7 @@ def compute_threads(models: Iterable[str], n_threads: int | None = None) -> int:
     return threads_for(max(map(_weight_bytes, models), default=0), n_threads)
 
 
-def threads_for(weight_bytes: float, n_threads: int | None = None) -> int:
+def threads_for(weight_bytes: float, n_threads: int | None) -> int:
     """Return threads for a model with so many bytes of weights, as :func:`compute_threads`."""
     return n_threads or max(1, min(host.cores(), math.ceil(weight_bytes / BYTES_PER_THREAD)))
 

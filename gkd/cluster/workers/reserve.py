@@ -72,7 +72,7 @@ class NodeLostInReservation(_AttemptFailed):
 
 
 def reserve(
-    session: Session, requests: Sequence[GroupRequest], cluster: Cluster, nodes_come: bool = False
+    session: Session, requests: Sequence[GroupRequest], cluster: Cluster, nodes_come: bool
 ) -> tuple[dict[str, list[Claim]], dict[str, str]]:
     """Return claims by group, in rank order, and names of nodes by id. Colocated groups are on the GPUs of their hosts.
 

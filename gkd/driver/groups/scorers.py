@@ -17,6 +17,7 @@ from gkd.cluster.workers.group import Group, PendingCall, gather
 from gkd.cluster.workers.placement import Placement
 from gkd.config import Config, RewardModel, Scorer
 from gkd.config.base import SCORERS
+from gkd.config.groups import scorer_group
 from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.groups.engines import StartWorker, make_restart_policy, prepare_restarts
@@ -96,7 +97,7 @@ class Scorers:
         models = []
         starts = {name: prepare_restarts(self.config, placement, its) for name, its in self.engines.items()}
         for model, group in self._engines_by_model().items():
-            name, addresses = model.partition(":")[0], list(clients[model]["addresses"])
+            name, addresses = scorer_group(model), list(clients[model]["addresses"])
             start, in_turn = partial(self._start_again, starts[name], model, addresses), name in self.sleeping_groups()
             restart_policy = make_restart_policy(self.config, placement, self.engines[name], in_turn, start)
             limit = _settings(self.config, name).request_timeout_s
@@ -108,7 +109,7 @@ class Scorers:
 
         Then it gets another address, among ``addresses`` as well.
         """
-        name = model.partition(":")[0]
+        name = scorer_group(model)
         models = self._models(name)
         engine, port = models.index(model) + member * len(models), int(addresses[member].rpartition(":")[2])
         worker, cache_bytes = start(engine)
@@ -146,7 +147,7 @@ class Scorers:
 
     def _models(self, name: str) -> list[str]:
         """Return which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
-        return sorted(model for model in self.inputs.scorers if model.partition(":")[0] == name)
+        return sorted(model for model in self.inputs.scorers if scorer_group(model) == name)
 
     def _tokenizer(self, name: str) -> str:
         own = self.inputs.tokenizer_hash
@@ -178,7 +179,7 @@ class Scorers:
         return max(required_top_k(self.config, vocabulary), top_k_for_validation(self.config, vocabulary))
 
     def _arguments(self, model: str, addresses: list[str], n_clients: int) -> dict[str, Any]:
-        name = model.partition(":")[0]
+        name = scorer_group(model)
         settings = _settings(self.config, name)
         rates = settings.rates
         vocabulary = self.inputs.teacher_vocabulary if name == "teacher" else self.inputs.model.vocabulary

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config import Config
-from gkd.config.groups import model_setting
+from gkd.config.groups import model_setting, scorer_group
 from gkd.config.registry import shorten_name
 from gkd.config.rewards import REWARDS, required_columns
 from gkd.config.top_k import required_top_k, top_k_for_validation
@@ -74,7 +74,7 @@ class Inputs:
         Models are by the settings that name them.
         """
         groups = config.groups()
-        scorers = {model_setting(name): p for name, p in self.scorers.items() if name.partition(":")[0] in groups}
+        scorers = {model_setting(name): p for name, p in self.scorers.items() if scorer_group(name) in groups}
         models = {name: fingerprint_weights(p) for name, p in {"model.path": self.student, **scorers}.items()}
         sets = {f"val_sets.{s.name}": fingerprint([q.prompt for q in s.questions]) for s in self.val_sets}
         return {"train": fingerprint(self.train.prompts), "val": fingerprint(self.val.prompts), **sets, **models}
@@ -242,12 +242,16 @@ def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
     """Return the configuration with the engines that score in place of ``auto``."""
     decided = {}
     for group in ("teacher", "reference"):
-        paths = [path for name, path in inputs.scorers.items() if name.partition(":")[0] == group]
+        paths = _paths_of(inputs.scorers, group)
         if paths and getattr(config, group).engine == "auto":
             decided[group] = _scoring_engine(config, group, paths)
     for group, engine in decided.items():
         log.info("the %s scores with %s (%s.engine=auto)", group, engine, group)
     return config.with_settings({f"{group}.engine": engine for group, engine in decided.items()})
+
+
+def _paths_of(scorers: Mapping[str, str], group: str) -> list[str]:
+    return [path for name, path in scorers.items() if scorer_group(name) == group]
 
 
 def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
@@ -271,9 +275,9 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
     if config.rollout.engine_class.needs_vllm:
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
     for name, path in scorers.items():
-        group = name.partition(":")[0]
-        paths = [path for name, path in scorers.items() if name.partition(":")[0] == group]
-        engine = getattr(config, group).model_copy(update={"engine": _scoring_engine(config, group, paths)})
+        group = scorer_group(name)
+        decided = _scoring_engine(config, group, _paths_of(scorers, group))
+        engine = getattr(config, group).model_copy(update={"engine": decided})
         if not engine.engine_class.needs_vllm:
             continue
         require_quantization(engine.quantization, f"{group}.quantization")
