@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+CLAIM = "GKD_CLAIM"
+"""Variable of a program that goes on in place of another: the descriptor by which that holds a directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
@@ -126,6 +129,27 @@ def hold(descriptor: int, shared: bool = False) -> bool:
     except OSError:
         pass
     return True
+
+
+def hand_on(descriptor: int) -> None:
+    """Have a program that replaces this one (``exec``) hold what this ``descriptor`` holds."""
+    os.set_inheritable(descriptor, True)
+    os.environ[CLAIM] = str(descriptor)
+
+
+def take_over(path: Path) -> int | None:
+    """Return the descriptor by which the program that this one replaced holds ``path``; None where there is none."""
+    handed_on = os.environ.pop(CLAIM, "")
+    if not handed_on.isdecimal():
+        return None
+    descriptor = int(handed_on)
+    try:
+        if not os.path.samestat(os.fstat(descriptor), path.stat()):
+            return None
+    except OSError:
+        return None
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def is_held(path: Path) -> bool:

@@ -71,7 +71,10 @@ def main(arguments: Sequence[str]) -> int:
         from gkd.cli.sweep import sweep
 
         return sweep(options.overrides, configure)
-    run(configure(options.overrides), options.overrides)
+    from gkd.driver.checkpoints.restart import name_first_failure
+
+    with name_first_failure():
+        run(configure(options.overrides), options.overrides)
     return 0
 
 
@@ -144,9 +147,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         if overrides is not None and place.is_there and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
             _raise_received(config, output, failure)
-            restart.begin_again(config, overrides, output, failure)
-        if (first := restart.find_first_failure()) is not None:
-            failure.add_note(f"no step was trained since the first failure: {first}")
+            restart.begin_again(config, overrides, output, descriptor, failure)
         raise
     finally:
         os.close(descriptor)

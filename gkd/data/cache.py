@@ -43,9 +43,19 @@ def make_cache(data: Data) -> Path:
 def make_entry(directory: Path, report: ReportFn) -> Iterator[Path | None]:
     """Yield a directory to fill that becomes the cache entry ``directory``; None when the entry is there already.
 
-    Waits while another process makes the same entry. Raises RunFailed when that takes too long.
+    Waits while another process makes the same entry. Raises RunFailed when that takes too long, and ConfigError where
+    nothing can be written.
     """
-    with directory.with_suffix(".lock").open("w") as lock:
+    if directory.exists():  # whole, as it came by its name at once, and maybe where nothing can be written
+        yield None
+        return
+    try:
+        opened = directory.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"{directory.parent} cannot be written ({error.strerror}): name another with data.cache_dir=DIR"
+        ) from None
+    with opened as lock:
         _acquire(lock.fileno(), directory, report)
         if directory.exists():
             yield None

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.durable import hold, make_beside, remove_drafts
+from gkd.durable import hold, make_beside, remove_drafts, take_over
 from gkd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def claim(path: Path) -> int:
     from gkd.config.output_files import REPLACED
 
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        taken_over = take_over(path)
+        descriptor = os.open(path, os.O_RDONLY) if taken_over is None else taken_over
     except OSError as error:
         raise _unreadable(path, error) from None
     for _ in range(LOOKS):

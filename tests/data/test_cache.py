@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from gkd.config import Data
 from gkd.data.cache import cache_directory, make_entry
+from gkd.errors import ConfigError
 from tests.error_text import contains_in_order
 
 
@@ -49,6 +52,23 @@ def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"), make_entry(tmp_path / "entry", lambda _: None):
         raise OSError("disk full")
     assert entries(tmp_path) == []
+
+
+def test_what_is_there_is_used_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_entry(tmp_path / "entry", lambda _: None):
+        pass
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "open", fail)
+    with make_entry(tmp_path / "entry", lambda _: None) as unfinished:
+        assert unfinished is None
+    with (
+        pytest.raises(ConfigError, match=r"Read-only file .*data\.cache_dir=DIR"),
+        make_entry(tmp_path / "new", lambda _: None),
+    ):
+        pass
 
 
 def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.driver.output_dir import LOOK_S, claim
-from gkd.durable import hold
+from gkd.durable import CLAIM, hand_on, hold
 from gkd.errors import ConfigError
 
 
@@ -33,3 +33,24 @@ def test_what_a_killed_run_had_begun_to_write_is_deleted_by_the_next(tmp_path: P
         draft.touch()
     os.close(claim(tmp_path))
     assert not any(draft.exists() for draft in drafts)
+
+
+def test_a_program_that_goes_on_in_place_of_another_holds_what_that_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CLAIM, "")  # so that it is as it was after the test
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in (tmp_path, other):  # the second one is claimed after another was handed on
+        descriptor = claim(tmp_path)
+        hand_on(descriptor)
+        assert os.get_inheritable(descriptor)
+        held = claim(path)
+        assert (held == descriptor) == (path == tmp_path)
+        assert CLAIM not in os.environ and not os.get_inheritable(held)
+        for each in {held, descriptor}:
+            os.close(each)
+    monkeypatch.setenv(CLAIM, "no number")
+    os.close(claim(tmp_path))
+    monkeypatch.setenv(CLAIM, str(descriptor))  # closed by now
+    os.close(claim(tmp_path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +19,8 @@ from gkd.config.output_files import BEST, METRICS, SAMPLES
 from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.driver.checkpoints.resume import has_trained
-from gkd.errors import ControlLost, RunFailed, one_line
+from gkd.durable import hand_on
+from gkd.errors import ConfigError, ControlLost, RunFailed, one_line
 from gkd.observability.tracking import OnStep
 
 COUNT = "GKD_RESTARTS"
@@ -44,13 +45,25 @@ def may_begin_again(config: Config, failure: RunFailed | ControlLost, private: b
     return lost and restarts() < config.trainer.restarts
 
 
-def find_first_failure() -> str | None:
-    """Return what the run first began again after, since it last trained a step; None where that is nothing."""
-    return os.environ.get(FIRST_FAILURE)
+@contextlib.contextmanager
+def name_first_failure() -> Iterator[None]:
+    """Have an error name what the run first began again after, since it last trained a step, if anything.
+
+    Where a run could begin, what keeps it from going on is no mistake of its settings: a ConfigError becomes RunFailed.
+    """
+    try:
+        yield
+    except (ConfigError, RunFailed, ControlLost) as error:
+        first = os.environ.get(FIRST_FAILURE)
+        if first is None:
+            raise
+        failure = RunFailed(str(error)) if isinstance(error, ConfigError) else error
+        failure.add_note(f"no step was trained since the first failure: {first}")
+        raise failure from None
 
 
 def forget_failure_on_step(on_step: OnStep | None) -> OnStep:
-    """Return an ``on_step`` that forgets :func:`find_first_failure` once a step is trained."""
+    """Return an ``on_step`` that forgets the first failure once a step is trained."""
 
     def forget(step: int, metrics: Mapping[str, float]) -> None:
         if step > 0:  # step 0 is the validation before the first one
@@ -61,8 +74,13 @@ def forget_failure_on_step(on_step: OnStep | None) -> OnStep:
     return forget
 
 
-def begin_again(config: Config, arguments: Sequence[str], output: Path, failure: Exception) -> NoReturn:
-    """Replace this process, after ``failure``, by ``gkd.main`` with the same ``arguments``, to go on in ``output``."""
+def begin_again(
+    config: Config, arguments: Sequence[str], output: Path, descriptor: int, failure: Exception
+) -> NoReturn:
+    """Replace this process, after ``failure``, by ``gkd.main`` with the same ``arguments``, to go on in ``output``.
+
+    That stays held by ``descriptor``, so that no other run begins there meanwhile.
+    """
     number = restarts() + 1
     os.environ[COUNT] = str(number)
     os.environ.setdefault(FIRST_FAILURE, one_line(failure))
@@ -73,6 +91,7 @@ def begin_again(config: Config, arguments: Sequence[str], output: Path, failure:
     with contextlib.suppress(ChildProcessError):  # what ended and was never waited for would stay, as a zombie
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+    hand_on(descriptor)
     os.execv(sys.executable, [sys.executable, "-m", "gkd.main", *arguments, *resume])
 
 

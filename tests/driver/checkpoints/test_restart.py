@@ -24,16 +24,16 @@ from gkd.driver.checkpoints.restart import (
     COUNT,
     FIRST_FAILURE,
     begin_again,
-    find_first_failure,
     forget_failure_on_step,
     may_begin_again,
+    name_first_failure,
     restarts,
     start_over,
 )
 from gkd.driver.checkpoints.resume import find
 from gkd.driver.output_dir import claim, make_output_dir
 from gkd.driver.validation.best import BestModel
-from gkd.durable import DirectoryIdentity
+from gkd.durable import CLAIM, DirectoryIdentity
 from gkd.errors import ConfigError, ControlLost, RunFailed, SignalExit
 from tests.data.models import save_model
 
@@ -43,8 +43,9 @@ TWICE = load({"trainer": {"restarts": 2}})
 @pytest.fixture(autouse=True)
 def _first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COUNT, "0")
-    monkeypatch.setenv(FIRST_FAILURE, "")  # so that it is as it was after the test
-    monkeypatch.delenv(FIRST_FAILURE)
+    for name in (FIRST_FAILURE, CLAIM):
+        monkeypatch.setenv(name, "")  # so that it is as it was after the test
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -143,18 +144,31 @@ def test_not_more_often_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not may_begin_again(load({"trainer": {"restarts": 0}}), died, True)
 
 
+def first_failures() -> list[str | None]:
+    """What each kind of end names beside itself; with it, none of them is a mistake of the user's."""
+    notes: list[str | None] = []
+    for error in (ConfigError("no GPU"), WorkerDied("rollout"), ControlLost("gone")):
+        with pytest.raises((ConfigError, RunFailed, ControlLost)) as end, name_first_failure():
+            raise error
+        assert str(end.value) == str(error)
+        notes.append((getattr(end.value, "__notes__", None) or [None])[0])
+        assert isinstance(end.value, ConfigError) == (notes[0] is None and isinstance(error, ConfigError))
+    return notes
+
+
 def test_the_first_failure_is_known_until_a_step_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: None)
-    assert find_first_failure() is None
+    assert first_failures() == [None] * 3
+    known = ["no step was trained since the first failure: actor rank 0 died"] * 3
     for failure in ("actor\nrank 0 died", "rollout rank 0 died"):
-        begin_again(TWICE, [], tmp_path, WorkerDied(failure))
-        assert find_first_failure() == "actor rank 0 died"
+        begin_again(TWICE, [], tmp_path, 0, WorkerDied(failure))
+        assert first_failures() == known
     steps: list[int] = []
     on_step = forget_failure_on_step(lambda step, _: steps.append(step))
     on_step(0, {})  # the validation before the first step
-    assert find_first_failure() == "actor rank 0 died"
+    assert first_failures() == known
     on_step(4, {})
-    assert find_first_failure() is None and steps == [0, 4]
+    assert first_failures() == [None] * 3 and steps == [0, 4]
     forget_failure_on_step(None)(5, {})
 
 
@@ -164,7 +178,7 @@ def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPat
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
     monkeypatch.setenv(COUNT, "0")
-    begin_again(TWICE, ["+recipe=grpo", "trainer.output_dir=elsewhere"], Path(directory), WorkerDied("actor"))
+    begin_again(TWICE, ["+recipe=grpo", "trainer.output_dir=elsewhere"], Path(directory), 0, WorkerDied("actor"))
     (command,) = commands
     assert command[1:3] == ["-m", "gkd.main"]
     config: Config = compose(command[3:])
