@@ -118,7 +118,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     _require_home(config.data.cache_dir)
     output = make_output_dir(config)
     descriptor = claim(output)
-    private, saved, place = False, None, DirectoryIdentity.of(output)
+    private, address, saved, place = False, None, None, DirectoryIdentity.of(output)
     try:
         require_writable(output)
         if config.trainer.resume and (text := explain_finished(config, output)) is not None:
@@ -131,7 +131,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         with connect(config) as session:
             from gkd.driver.run import drive
 
-            private = session.directory is not None
+            private, address = session.directory is not None, session.joined_address
             whole = _with_absolute_paths(config)
             drive(whole, inputs, session, place, out, started, saved, restart.forget_failure_on_step(on_step))
         return output
@@ -147,7 +147,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
         if overrides is not None and place.is_there and restart.may_begin_again(config, failure, private):
             out.print(f"failed: {failure}", style="red", soft_wrap=True)
             _raise_received(config, output, failure)
-            restart.begin_again(config, overrides, output, descriptor, failure)
+            restart.begin_again(config, overrides, output, descriptor, address, failure)
         raise
     finally:
         os.close(descriptor)

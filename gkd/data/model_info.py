@@ -55,7 +55,7 @@ class ModelInfo:
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             text = config.get_text_config()
-            ends = [config.eos_token_id, text.eos_token_id]
+            ends = [getattr(own, "eos_token_id", None) for own in (config, text)]  # composite ones may lack it
         except Exception as error:  # transformers raises whatever it meets in the file
             raise ConfigError(f"{name}: no model can be read there ({one_line(error)})") from None
         try:

@@ -31,6 +31,7 @@ ENTRY_BYTES = 8 + 4
 RESULT_ENTRY_BYTES = 4 + 4
 """Of a result's top K on the host."""
 FLOAT_BYTES = 4
+NO_PROBABILITY = "the student gives a token no probability: its logits are not finite"
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")

@@ -12,7 +12,7 @@ from gkd.config.device import EngineLoad
 from gkd.data.tokenizer import load_tokenizer
 from gkd.errors import RunFailed
 from gkd.inference.decoding import decode, is_decoded_plainly, pad
-from gkd.inference.engine import FLOAT_BYTES, EngineSpec, ModuleEngine
+from gkd.inference.engine import FLOAT_BYTES, NO_PROBABILITY, EngineSpec, ModuleEngine
 from gkd.modeling.architecture import exact_attention
 from gkd.types import Float32, Int32, Sample, SampleRequest, Sampling
 
@@ -77,7 +77,7 @@ class _Draw:
         # torch.multinomial's own way, to the same tokens: one call for all rows where it would be one of each.
         probabilities = logprobs.exp().cpu()
         if probabilities.sum().isnan():
-            raise RunFailed("the student gives a token no probability: its logits are not finite")
+            raise RunFailed(NO_PROBABILITY)
         noise = torch.empty_like(probabilities)
         for row, generator in zip(noise.unbind(), self.generators, strict=True):
             row.exponential_(generator=generator)

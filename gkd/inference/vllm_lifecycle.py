@@ -48,6 +48,8 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": spec.model_path,
         "skip_tokenizer_init": not with_tokenizer,
+        # What prepares images needs a tokenizer; without images their tower is neither built nor counted.
+        "language_model_only": True,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "dtype": spec.dtype,

@@ -45,8 +45,11 @@ FAILING = {
 """Types of models that vLLM starts and that then fail at their first token, or are not the model, and why."""
 DIFFERING = {"deepseek_v2": 0.3, "deepseek_v3": 0.3, "apertus": 0.004}
 """Types of models whose log-probabilities differ from transformers' on a CPU, and by how many nats where measured."""
-NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Types of models that share a module of vLLM's with models that see; the build for a CPU comes without torchvision."""
+NEED_TORCHVISION = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("gemma3", "gemma4", "gemma4_unified", "llama4"),
+)
+"""Types of models that see, or share a module of vLLM's with such; the build for a CPU comes without torchvision."""
 OWN_MASK = ("doge",)
 """Types of models that add a mask of their own to attention's scores, which vLLM's attention leaves out."""
 _TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from gkd.errors import RunFailed
-from gkd.inference.engine import EngineSpec, InferenceEngine
+from gkd.inference.engine import NO_PROBABILITY, EngineSpec, InferenceEngine
 from gkd.inference.requests import RequestRejected
 from gkd.rollout.dataset_answers import make_dataset_sample
 from gkd.rollout.output_queue import OutputQueue
@@ -77,6 +79,8 @@ class Sampler:
         for _, sample in finished:
             if isinstance(sample, RequestRejected):
                 raise RunFailed(f"rollout rank {self._rank} cannot sample: {sample.message}")
+            if np.isnan(sample.sampled_logprobs).any():  # which would stand for tokens that nobody sampled
+                raise RunFailed(f"rollout rank {self._rank}: {NO_PROBABILITY}")
             self._in_engine -= 1
             self.score(sample)
 

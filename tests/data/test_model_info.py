@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config
 
-from gkd.data.model_info import PIECE_BYTES, PIECES, fingerprint_weights
+from gkd.data.model_info import PIECE_BYTES, PIECES, ModelInfo, fingerprint_weights
 from tests.data.models import save_model
 
 
@@ -39,3 +41,11 @@ def test_of_large_files_pieces_are_read(tmp_path: Path) -> None:
     with file.open("wb") as opened:
         opened.truncate(64 << 30)
     assert fingerprint_weights(str(tmp_path)) not in own
+
+
+def test_a_model_of_several_parts_may_name_its_end_in_any_of_them(tmp_path: Path) -> None:
+    for own, text, expected in (({}, {"eos_token_id": 7}, [7]), ({"eos_token_id": 1}, {"eos_token_id": 7}, [1, 7])):
+        Gemma3Config(text_config={"vocab_size": 90, **text}, **own).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert ("eos_token_id" in config) == bool(own)
+        assert sorted(ModelInfo.read(str(tmp_path), "model.path").eos_ids) == expected

@@ -44,6 +44,7 @@ def test_a_state_has_no_heads_to_be_refused_for() -> None:
         ("mamba", {}, r"vLLM cannot run a mamba model: it has no selective scan"),
         ("lfm2", {}, r"lfm2 model: it gives other log-probabilities than transformers on a CPU"),
         ("qwen3_5_text", {"head_dim": 32}, r"qwen3_5_text model only beside torchvision"),
+        ("gemma3", {}, r"gemma3 model only beside torchvision"),
         ("deepseek_v3", {"kv_lora_rank": 64, "qk_rope_head_dim": 16}, r"latent vector of 80, only of 576"),
     ],
 )

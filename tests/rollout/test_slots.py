@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ import pytest
 
 from gkd.config import load
 from gkd.data.model_info import ModelInfo
+from gkd.errors import RunFailed
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.rollout.dispatch import RequestDispatcher
+from gkd.rollout.output_queue import OutputQueue
+from gkd.rollout.sampler import Sampler
 from gkd.rollout.slots import Slots
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import GenerationNotice, Sample, SampleRequest
@@ -130,3 +134,19 @@ def test_an_engine_goes_on_while_nothing_that_it_sampled_is_scored(
             if not isinstance(item, GenerationNotice):
                 assert dispatcher.finish(0, item.key)
     assert [sample.request.key for sample in held] == list(range(N))
+
+
+def test_tokens_without_a_probability_end_the_run() -> None:
+    """Otherwise they would be learned as answers of the data are, which nobody sampled either."""
+    config = load({})
+    spec = EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, 0, "cpu")
+    (request,) = make_requests(1, 1)
+    sample = Sample.single_turn(request, np.ones(2, np.int32), np.array([-1, np.nan], np.float32), 0, "stop")
+    output_queue = OutputQueue(1)
+    output_queue.accept([request])
+    engine: Any = SimpleNamespace(step=lambda: [(request.key, sample)])
+    scored: list[Sample] = []
+    sampler = Sampler(engine, spec, output_queue, scored.append)
+    with pytest.raises(RunFailed, match=r"rollout rank 0: .* not finite"):
+        sampler.step()
+    assert not scored

@@ -155,6 +155,10 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         local.require_limits()
     local.make_directory()
     ip = options.node_ip_address or get_node_ip_address()
+    if options.command == "worker" and options.node_ip_address is None:
+        # The address by which it reaches its head: a machine may have several networks, or no way out.
+        towards_head = get_node_ip_address(options.address)
+        ip = ip if towards_head.startswith("127.") else towards_head
     if options.command == "head":
         options.port, options.dashboard_port = options.port or PORT, options.dashboard_port or DASHBOARD_PORT
         _require_free(options.port, "--port")

@@ -33,8 +33,8 @@ from gkd.cluster.session.shutdown import (
     defer_signals,
     end_unless_done,
     ignore_signals,
+    init_ray,
     keep_exit_code,
-    keep_sigterm_handler,
     replace_attributes,
     run_within,
     shield_children_from_hangups,
@@ -78,6 +78,11 @@ class Session:
         if self.ended:
             ray.kill(worker, no_restart=True)
             raise RunFailed("the run has ended")
+
+    @property
+    def joined_address(self) -> str | None:
+        """``host:port`` of the cluster; None of a private Ray."""
+        return None if self.directory is not None or self.control is None else self.control.address
 
     def require_control(self) -> None:
         """Raise ControlLost when Ray's control service is gone, once."""
@@ -178,8 +183,8 @@ def join(address: str, setting: str = "cluster.address") -> None:
     if address != "auto":
         require_cluster(address, setting, CONNECT_TIMEOUT_S)
     try:
-        with keep_sigterm_handler(), end_unless_done(START_TIMEOUT_S, f"joining the Ray cluster at {address}"):
-            ray.init(address=address, **_QUIET)
+        with end_unless_done(START_TIMEOUT_S, f"joining the Ray cluster at {address}"):
+            init_ray(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "auto" and isinstance(error, ConnectionError):
             raise ConfigError(
@@ -230,9 +235,6 @@ def _lists_enough(n_gpus: int) -> bool:
     return len(entries) >= n_gpus and all(token.isdigit() for token in entries)
 
 
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-
-
 def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *, reconnect_s: int) -> None:
     """Start Ray on free ports with its files in ``directory``, in the main thread: it dies with the starting thread.
 
@@ -251,19 +253,17 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
             with (
                 _environment(environment),
                 start_needed_servers_only(),
-                keep_sigterm_handler(),
                 shield_children_from_hangups(),
                 start_servers_in_own_groups(),
                 end_unless_done(START_TIMEOUT_S, "starting Ray"),
             ):
-                ray.init(
+                init_ray(
                     address="local",
                     num_gpus=n_gpus,
                     num_cpus=n_cpus,
                     include_dashboard=False,
                     _temp_dir=directory,
                     _system_config={SETTING: reconnect_s},
-                    **_QUIET,
                 )
             return
         except Exception as error:  # Ray raises bare Exception, too, when its servers need more than 30 s
@@ -271,6 +271,7 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
                 raise RunFailed(f"Ray did not start: {one_line(error)}") from error
             log.warning("Ray did not start, trying once more: %s", one_line(error))
             reaper.end_all(directory, grace_s=0)
+            run_within(SHUTDOWN_TIMEOUT_S, "ending Ray", ray.shutdown)  # what it made of itself, too
 
 
 @contextlib.contextmanager

@@ -27,6 +27,9 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TOGETHER_S = 1.0
 """Signals that come this close together mean one thing: a terminal and a launcher both send one."""
 
+UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+"""Variable, and constant of Ray's, by which it looks whether it was started by ``uv run``."""
+
 log = logging.getLogger("gkd")
 
 _stuck: list[str] = []
@@ -126,6 +129,21 @@ def keep_sigterm_handler() -> Iterator[None]:
     own_handler = replace_attributes(utils, set_sigterm_handler=lambda handler: None)
     with replace_attributes(worker, connect=connect_undisturbed), own_handler:
         yield
+
+
+def init_ray(**arguments: Any) -> None:
+    """Call ``ray.init``, quietly; signals come to the program's own handlers meanwhile and after it.
+
+    Where it was started by ``uv run``, Ray would start workers so as well, without what is installed in this
+    environment, and copy the current directory to them, up to 512 MB, with a run's checkpoints. It does where the
+    variable is set that asks for it.
+    """
+    import ray
+    from ray._private import ray_constants
+
+    by_uv = UV in os.environ and ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    with replace_attributes(ray_constants, **{UV: by_uv}), keep_sigterm_handler():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
 
 
 @contextlib.contextmanager

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node  # Ray has no public way to read this
+from ray._private.state import available_resources_per_node, state  # Ray has no public way to read this
 from ray.util import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -87,9 +88,10 @@ def reserve(
     # Of a GPU, as Ray counts it; the groups themselves share its memory.
     share = 1 / max(request.workers_per_gpu for request in requests)
     pause, every, logged, unlucky = 0.5, LOG_EVERY_S, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
+    failures = Counter[str]()
     while not session.ended:
-        # A node where a requested GPU was missing comes last, so that another one is tried.
-        slots = solve(requests, sorted(nodes, key=lambda node: node.id in unlucky), cluster.cpus_per_worker)
+        # A node that did not have what it seemed to have comes later, so that others are tried.
+        slots = solve(requests, sorted(nodes, key=lambda node: failures[node.id]), cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
@@ -99,6 +101,7 @@ def reserve(
             except _AttemptFailed as error:
                 missing = f"; {error}"
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
+                failures.update({slot.node_id for slot in slots})
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
         state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
         if time.monotonic() + wait > deadline:
@@ -203,7 +206,7 @@ def _take(
     ]
     ready = _wait_ready([main, *(group for _, group in singles)])
     if main not in ready:
-        raise _AttemptFailed("someone else was faster")
+        raise _AttemptFailed("Ray did not grant it: someone was faster, or has a part of a GPU there")
     late = [group for _, group in singles if group not in ready]
     session.release([], late)
     bundles = [_Bundle(node_id, main, i) for i, node_id in enumerate(plain)]
@@ -315,12 +318,13 @@ def _start_colocated(
 
 
 def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
-    """Return nodes of the cluster with GPUs, the head first; one that leaves meanwhile is left out.
+    """Return nodes of the cluster with GPUs, the head first; one that leaves meanwhile, or is to leave, is left out.
 
     ``indices`` holds the GPU indices of the nodes by id; those of nodes that are not in it are read and put
     there, since they never change. Without it, nothing is read and a node's GPUs count from 0.
     """
-    alive = _living_nodes()
+    leaving = state.get_draining_nodes()
+    alive = [node for node in _living_nodes() if node["NodeID"] not in leaving]
     if indices is not None:
         indices.update(_read_indices([node["NodeID"] for node in alive if node["NodeID"] not in indices]))
         alive = [node for node in alive if node["NodeID"] in indices]

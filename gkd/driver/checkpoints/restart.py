@@ -75,17 +75,21 @@ def forget_failure_on_step(on_step: OnStep | None) -> OnStep:
 
 
 def begin_again(
-    config: Config, arguments: Sequence[str], output: Path, descriptor: int, failure: Exception
+    config: Config, arguments: Sequence[str], output: Path, descriptor: int, address: str | None, failure: Exception
 ) -> NoReturn:
     """Replace this process, after ``failure``, by ``gkd.main`` with the same ``arguments``, to go on in ``output``.
 
-    That stays held by ``descriptor``, so that no other run begins there meanwhile.
+    That stays held by ``descriptor``, so that no other run begins there meanwhile. ``address``: the cluster that it was
+    on, which it joins again, also where nothing here states any more that it is there; None of a private Ray, whose
+    GPUs nobody else counts.
     """
     number = restarts() + 1
     os.environ[COUNT] = str(number)
     os.environ.setdefault(FIRST_FAILURE, one_line(failure))
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
     resume = [literal_override("trainer.output_dir", output), "trainer.resume=true"]
+    if address is not None:
+        resume.append(literal_override("cluster.address", address))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with contextlib.suppress(ChildProcessError):  # what ended and was never waited for would stay, as a zombie

@@ -124,7 +124,8 @@ def test_what_a_run_leaves_names_its_files_from_anywhere(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "student").mkdir()
     (tmp_path / "a.jsonl").touch()
-    monkeypatch.setattr("gkd.cluster.session.connect.connect", lambda _: nullcontext(SimpleNamespace(directory=None)))
+    session = SimpleNamespace(directory=None, joined_address=None)
+    monkeypatch.setattr("gkd.cluster.session.connect.connect", lambda _: nullcontext(session))
     monkeypatch.setattr("gkd.cli.train._find_inputs", lambda *_: None)
     monkeypatch.setattr("gkd.driver.run.drive", lambda config, *_: driven.append(config))
     files = ["data.train_files=[a.jsonl]", "data.val_files=[a.jsonl]", "data.answer_key=answer"]
@@ -161,7 +162,7 @@ def test_the_first_failure_is_known_until_a_step_is_trained(tmp_path: Path, monk
     assert first_failures() == [None] * 3
     known = ["no step was trained since the first failure: actor rank 0 died"] * 3
     for failure in ("actor\nrank 0 died", "rollout rank 0 died"):
-        begin_again(TWICE, [], tmp_path, 0, WorkerDied(failure))
+        begin_again(TWICE, [], tmp_path, 0, None, WorkerDied(failure))
         assert first_failures() == known
     steps: list[int] = []
     on_step = forget_failure_on_step(lambda step, _: steps.append(step))
@@ -174,16 +175,19 @@ def test_the_first_failure_is_known_until_a_step_is_trained(tmp_path: Path, monk
 
 @given(st.text(st.sampled_from("ab \\'\",=#${}[]%\u00e4"), min_size=1).map(lambda name: f"/x{name}"))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-def test_the_command_goes_on_in_the_same_directory(monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+def test_the_command_goes_on_in_the_same_directory_and_cluster(monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
     monkeypatch.setenv(COUNT, "0")
-    begin_again(TWICE, ["+recipe=grpo", "trainer.output_dir=elsewhere"], Path(directory), 0, WorkerDied("actor"))
-    (command,) = commands
+    arguments = ["+recipe=grpo", "trainer.output_dir=elsewhere"]
+    for address in (None, "[2001:db8::1]:6379"):
+        begin_again(TWICE, arguments, Path(directory), 0, address, WorkerDied("actor"))
+        assert compose(commands[-1][3:]).cluster.address == address
+    command = commands[0]
     assert command[1:3] == ["-m", "gkd.main"]
     config: Config = compose(command[3:])
     assert (config.trainer.output_dir, config.trainer.resume, config.recipe) == (str(Path(directory)), True, "grpo")
-    assert restarts() == 1
+    assert restarts() == 2
 
 
 def test_without_a_checkpoint_it_starts_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

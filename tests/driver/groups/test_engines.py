@@ -55,4 +55,5 @@ def test_a_cache_of_a_known_size_is_not_measured() -> None:
 
     assert engine_arguments(spec())["kv_cache_memory_bytes"] == SIZES[0]
     assert engine_arguments(spec())["gpu_memory_utilization"] < 0.05  # others may have taken what was free
+    assert engine_arguments(spec())["language_model_only"]  # what prepares images would need a tokenizer
     assert engine_arguments(spec(kv_cache_gb=2))["kv_cache_memory_bytes"] == 2 * GIB
