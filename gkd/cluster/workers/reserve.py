@@ -90,8 +90,9 @@ def reserve(
     pause, every, logged, unlucky = 0.5, LOG_EVERY_S, time.monotonic() - LOG_EVERY_S + 1.0, frozenset[str]()
     failures = Counter[str]()
     while not session.ended:
-        # A node that did not have what it seemed to have comes later, so that others are tried.
-        slots = solve(requests, sorted(nodes, key=lambda node: failures[node.id]), cluster.cpus_per_worker)
+        # Nodes that did not have what they seemed to have come later, and by chance, so that all are tried together.
+        nodes.sort(key=lambda node: (failures[node.id], random.random() if failures else 0.0))
+        slots = solve(requests, nodes, cluster.cpus_per_worker)
         missing, wait = "", 0.5
         if slots is not None:
             try:
