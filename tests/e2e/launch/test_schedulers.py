@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import ray
 import yaml
 from jsonschema import Draft202012Validator
@@ -69,6 +70,30 @@ def test_a_job_that_was_queued_again_goes_on_in_its_own_directory_or_that_of_its
     ends = "cluster: {reserve_timeout_s: 60}\ntrainer: {output_dir: a}\n"
     assert settled(ends, path, restarts="0") == [path]
     assert settled("", "cluster.reserve_timeout_s=60", own, restarts="0") == ["cluster.reserve_timeout_s=60", own]
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "expected"),
+    [
+        ("10.0.0.5", "", "10.0.0.5:7"),
+        ("127.0.1.1", "127.0.1.1 STREAM a\n10.0.0.5 STREAM a", "10.0.0.5:7"),  # Debian's /etc/hosts, and no way out
+        ("127.0.0.1", "2001:db8::5 STREAM a", "[2001:db8::5]:7"),
+        ("127.0.0.1", "127.0.1.1 STREAM a", "error: b knows no address of a other than 127.*"),
+        ("127.0.0.1", "", "error: b knows no address of a other than 127.*"),
+    ],
+)
+def test_workers_get_an_address_of_the_head_that_they_reach(own: str, known: str, expected: str) -> None:
+    text = SBATCH.read_text()
+    part = text[text.index("own_ip=") : text.index("steps=()")]
+    played = """
+srun() { case "$*" in *getent*) printf '%s\\n' "$KNOWN"; [ -n "$KNOWN" ] ;; *) printf '%s\\n' "$OWN" ;; esac; }
+nodes=(a b); head=a; port=7; GKD_PYTHON=python
+"""
+    command = ["bash", "-euo", "pipefail", "-c", f'{played}{part}\nprintf "%s\\n" "$address"']
+    variables = {**os.environ, "OWN": own, "KNOWN": known}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert (done.stdout + done.stderr).strip() == expected
+    assert done.returncode == expected.startswith("error")
 
 
 def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path: Path) -> None:
