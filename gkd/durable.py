@@ -144,12 +144,10 @@ def take_over(path: Path) -> int | None:
         return None
     descriptor = int(handed_on)
     try:
-        if not os.path.samestat(os.fstat(descriptor), path.stat()):
-            return None
+        os.set_inheritable(descriptor, False)
+        return descriptor if os.path.samestat(os.fstat(descriptor), path.stat()) else None
     except OSError:
         return None
-    os.set_inheritable(descriptor, False)
-    return descriptor
 
 
 def is_held(path: Path) -> bool:

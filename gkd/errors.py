@@ -55,8 +55,8 @@ class OutOfMemory(UpdateFailed):
     ``budget`` is what to try instead; None: one sequence alone is too much.
     """
 
-    def __init__(self, message: str, budget: int | None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, budget: int | None = None) -> None:
+        super().__init__(message)  # pickle gives it alone to what it makes anew, and the rest after that
         self.budget = budget
 
 

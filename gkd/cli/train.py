@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         from gkd.cli.sweep import sweep
 
         return sweep(options.overrides, configure)
-    from gkd.driver.checkpoints.restart import name_first_failure
+    from gkd.driver.checkpoints.attempts import name_first_failure
 
     with name_first_failure():
         run(configure(options.overrides), options.overrides)
@@ -105,6 +105,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     from gkd.config.device import installed_device
     from gkd.config.transfer import require_gpus
     from gkd.driver.checkpoints import restart
+    from gkd.driver.checkpoints.attempts import forget_failure_on_step
     from gkd.driver.checkpoints.resume import explain_finished, find
     from gkd.observability.progress import console, log_to
     from gkd.observability.tracking import require_trackers
@@ -133,7 +134,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
 
             private, address = session.directory is not None, session.joined_address
             whole = _with_absolute_paths(config)
-            drive(whole, inputs, session, place, out, started, saved, restart.forget_failure_on_step(on_step))
+            drive(whole, inputs, session, place, out, started, saved, forget_failure_on_step(on_step))
         return output
     except ConfigError:
         with contextlib.suppress(OSError):  # nothing came of it: leave no empty directory

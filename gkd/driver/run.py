@@ -22,8 +22,8 @@ from gkd.config.loading import dump_run
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.config.overrides import shell_override
 from gkd.config.validating import require_figures
+from gkd.driver.checkpoints.attempts import restarts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.checkpoints.restart import restarts
 from gkd.driver.checkpoints.resume import cut, forget_best_after, require_same_data
 from gkd.driver.checkpoints.saving import Checkpoints, require_place
 from gkd.driver.inputs.find import Inputs, with_scoring_engines

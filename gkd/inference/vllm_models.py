@@ -130,7 +130,7 @@ def _source(path: str) -> str:
 def find_obstacle_here(config: Any) -> str | None:
     """Return why the installed vLLM cannot run a model of that configuration on its device; None where it can."""
     on_cpu = installed_device() == "cpu"
-    return find_obstacle(config) or (find_cpu_obstacle(config.get_text_config()) if on_cpu else None)
+    return find_obstacle(config) or (find_cpu_obstacle(config) if on_cpu else None)
 
 
 def find_obstacle(config: Any) -> str | None:
@@ -175,11 +175,12 @@ def _keys(source: str) -> list[str]:
 
 def find_cpu_obstacle(config: Any) -> str | None:
     """Return what of the model with that configuration vLLM's kernels for a CPU lack; None where nothing."""
+    if config.model_type in NEED_TORCHVISION and find_spec("torchvision") is None:
+        return f"vLLM runs a {config.model_type} model only beside torchvision, which is not installed"
+    config = config.get_text_config()
     kind = config.model_type
     if kind in FAILING:
         return f"vLLM cannot run a {kind} model: it {FAILING[kind]}"
-    if kind in NEED_TORCHVISION and find_spec("torchvision") is None:
-        return f"vLLM runs a {kind} model only beside torchvision, which is not installed"
     if getattr(config, "kv_lora_rank", None):
         size = config.kv_lora_rank + config.qk_rope_head_dim
         if size in CPU_LATENT_SIZES:

@@ -12,7 +12,13 @@ from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.driver.inputs.find import _require_engines_run
 from gkd.errors import ConfigError
-from gkd.inference.vllm_models import STUDENT_REMEDY, find_cpu_obstacle, find_obstacle, require_vllm_runs
+from gkd.inference.vllm_models import (
+    STUDENT_REMEDY,
+    find_cpu_obstacle,
+    find_obstacle,
+    find_obstacle_here,
+    require_vllm_runs,
+)
 from tests.families import FAMILIES, STATEFUL, config_of
 
 NOT_AT_ALL = {"doge"}
@@ -52,7 +58,8 @@ def test_what_has_no_kernel_is_named(
     kind: str, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.inference.vllm_models.find_spec", lambda _: None)
-    obstacle = find_cpu_obstacle(AutoConfig.for_model(kind, **SMALL | changed))
+    monkeypatch.setattr("gkd.inference.vllm_models.installed_device", lambda: "cpu")
+    obstacle = find_obstacle_here(AutoConfig.for_model(kind, **SMALL | changed))
     assert obstacle is not None
     assert __import__("re").search(reason, obstacle), obstacle
 

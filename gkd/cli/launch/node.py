@@ -12,6 +12,7 @@ Exit codes: 0 done, 1 the node did not start or end, 2 what was requested cannot
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import os
 import secrets
@@ -158,7 +159,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     if options.command == "worker" and options.node_ip_address is None:
         # The address by which it reaches its head: a machine may have several networks, or no way out.
         towards_head = get_node_ip_address(options.address)
-        ip = ip if towards_head.startswith("127.") else towards_head
+        ip = ip if ipaddress.ip_address(towards_head).is_loopback else towards_head
     if options.command == "head":
         options.port, options.dashboard_port = options.port or PORT, options.dashboard_port or DASHBOARD_PORT
         _require_free(options.port, "--port")

@@ -271,7 +271,8 @@ def _start_private(directory: str, n_gpus: int, n_cpus: int, simulated: bool, *,
                 raise RunFailed(f"Ray did not start: {one_line(error)}") from error
             log.warning("Ray did not start, trying once more: %s", one_line(error))
             reaper.end_all(directory, grace_s=0)
-            run_within(SHUTDOWN_TIMEOUT_S, "ending Ray", ray.shutdown)  # what it made of itself, too
+            with contextlib.suppress(Exception):  # of what is gone
+                run_within(SHUTDOWN_TIMEOUT_S, "ending Ray", ray.shutdown)
 
 
 @contextlib.contextmanager

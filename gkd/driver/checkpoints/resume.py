@@ -39,7 +39,7 @@ _FREE = (
 _FILES_OF_SET = re.compile(r"data\.val_sets\.[^.]+\.files")
 """Free as well: questions of a set are compared."""
 
-_OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "cluster.address", "plan")
+_OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
 """Settings that change nothing of what a run computes."""
 
 

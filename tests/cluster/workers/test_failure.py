@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from ray.exceptions import ObjectLostError, ObjectReconstructionFailedError, OwnerDiedError, RayTaskError
 
@@ -37,3 +39,10 @@ def test_the_error_of_a_process_beyond_the_worker_has_one_class() -> None:
     assert describe_error(remote) == describe_error(own)
     lines = [str(explain(RayTaskError("build", "", error), "rollout rank 0")) for error in (own, remote)]
     assert lines[0] == lines[1] == "rollout rank 0 raised ValueError: no memory"
+
+
+def test_what_ran_out_of_memory_comes_from_another_process_with_what_to_try() -> None:
+    """Ray pickles what a worker raises."""
+    for budget in (None, 30):
+        error = pickle.loads(pickle.dumps(OutOfMemory("too long", budget)))
+        assert (type(error), str(error), error.budget) == (OutOfMemory, "too long", budget)

@@ -17,19 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gkd.cli.train import run as run_train
+from gkd.cluster.session.connect import run_address
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.config import Config, load
 from gkd.config.compose import compose
-from gkd.driver.checkpoints.restart import (
-    COUNT,
-    FIRST_FAILURE,
-    begin_again,
-    forget_failure_on_step,
-    may_begin_again,
-    name_first_failure,
-    restarts,
-    start_over,
-)
+from gkd.driver.checkpoints.attempts import COUNT, FIRST_FAILURE, forget_failure_on_step, name_first_failure, restarts
+from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
 from gkd.driver.checkpoints.resume import find
 from gkd.driver.output_dir import claim, make_output_dir
 from gkd.driver.validation.best import BestModel
@@ -43,7 +36,7 @@ TWICE = load({"trainer": {"restarts": 2}})
 @pytest.fixture(autouse=True)
 def _first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COUNT, "0")
-    for name in (FIRST_FAILURE, CLAIM):
+    for name in (FIRST_FAILURE, CLAIM, "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # so that it is as it was after the test
         monkeypatch.delenv(name)
 
@@ -181,8 +174,9 @@ def test_the_command_goes_on_in_the_same_directory_and_cluster(monkeypatch: pyte
     monkeypatch.setenv(COUNT, "0")
     arguments = ["+recipe=grpo", "trainer.output_dir=elsewhere"]
     for address in (None, "[2001:db8::1]:6379"):
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
         begin_again(TWICE, arguments, Path(directory), 0, address, WorkerDied("actor"))
-        assert compose(commands[-1][3:]).cluster.address == address
+        assert run_address(compose(commands[-1][3:]).cluster) == address  # which config.yaml does not keep
     command = commands[0]
     assert command[1:3] == ["-m", "gkd.main"]
     config: Config = compose(command[3:])
