@@ -10,6 +10,8 @@ from gkd.errors import ConfigError
 
 GB, GIB = 1e9, 1 << 30
 """Bytes: of what is shown, and of what settings and makers of GPUs state."""
+RESULT_ENTRY_BYTES = 4 + 4
+"""Of a scored position's top K on the host: an id and a log-probability."""
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 ENTRY_BYTES = 8 + 4
 """Of a top K on a GPU: an id and a log-probability."""
-RESULT_ENTRY_BYTES = 4 + 4
-"""Of a result's top K on the host."""
 FLOAT_BYTES = 4
 NO_PROBABILITY = "the student gives a token no probability: its logits are not finite"
 

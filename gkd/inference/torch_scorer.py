@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.config.device import EngineLoad
+from gkd.config.device import RESULT_ENTRY_BYTES, EngineLoad
 from gkd.errors import ConfigError, RunFailed, describe_error
 from gkd.inference.decoding import pad
-from gkd.inference.engine import FLOAT_BYTES, RESULT_ENTRY_BYTES, EngineSpec, ModuleEngine
+from gkd.inference.engine import FLOAT_BYTES, EngineSpec, ModuleEngine
 from gkd.inference.requests import GenerateRequest, RequestRejected, ScoreRequest
 from gkd.types import Int32, Target
 

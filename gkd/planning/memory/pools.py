@@ -14,9 +14,8 @@ from typing import Any
 
 from gkd.config import TRANSFERS, Engine, Pool, Scorer
 from gkd.config.actor import pack_size
-from gkd.config.device import GB, GIB, EngineLoad
+from gkd.config.device import GB, GIB, RESULT_ENTRY_BYTES, EngineLoad
 from gkd.errors import ConfigError, one_line
-from gkd.inference.engine import RESULT_ENTRY_BYTES
 from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import (
     MicroBatchSize,
