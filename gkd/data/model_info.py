@@ -56,6 +56,7 @@ class ModelInfo:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             text = config.get_text_config()
             ends = [getattr(own, "eos_token_id", None) for own in (config, text)]  # composite ones may lack it
+            n_rows = text.vocab_size
         except Exception as error:  # transformers raises whatever it meets in the file
             raise ConfigError(f"{name}: no model can be read there ({one_line(error)})") from None
         try:
@@ -66,7 +67,7 @@ class ModelInfo:
             raise ConfigError(f"{name}: its generation_config.json cannot be read: {one_line(error)}") from None
         ends += [generation, getattr(tokenizer, "eos_token_id", None)]
         n_tokens = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
-        vocabulary = _count(text.vocab_size, f"{name}: vocab_size")
+        vocabulary = _count(n_rows, f"{name}: vocab_size")
         eos = {i for end in ends for i in _ids(end, f"{name}: eos_token_id") if i < vocabulary}
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
