@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -162,10 +163,13 @@ def test_the_last_sample_is_shown_however_long_it_is(run: RunFiles, capfd: pytes
     assert "->" not in text_of(run, capfd, "--once")
 
 
-def test_engines_with_their_queues(run: RunFiles, capfd: pytest.CaptureFixture[str]) -> None:
+def test_engines_with_their_queues(
+    run: RunFiles, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the run writes them; those that are not healthy come first, then the fullest."""
     rows = [EngineQueue(i, "dead" if i == 9 else "healthy", sampling=i, scoring=10 * i) for i in range(12)]
     file, calls = QueueFile(run.path / "engines.json"), []
+    monkeypatch.setattr("gkd.cluster.health.queues.time", SimpleNamespace(monotonic=iter((7.0, 7.5, 7.9)).__next__))
     for _ in range(3):  # once a second at most
         file.write_if_due(lambda: calls.append(1) or Queues(time.time(), 1_234, 16, rows))
     assert calls == [1] and [path.name for path in run.path.glob(".engines*")] == []

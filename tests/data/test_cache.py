@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from gkd.config import Data
 from gkd.data.cache import cache_directory, make_entry
 from gkd.errors import ConfigError
 from tests.error_text import contains_in_order
+from tests.ray.cluster.conftest import eventually
 
 
 def entries(cache: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
         with make_entry(tmp_path / "entry", lines.append) as unfinished:
             if unfinished is not None:
                 makers.append(number)
-                time.sleep(0.5)
+                assert eventually(lambda: len(lines) == 2)  # the others wait
 
     threads = [threading.Thread(target=make, args=(number,)) for number in range(3)]
     for thread in threads:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from gkd.data.model_info import fingerprint_weights
 from gkd.driver.checkpoints import checkpoint
 from gkd.version import __version__
 from tests.e2e.conftest import ROOT, SMALL, environment
+from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
 
 STEPS = 30
@@ -167,9 +167,7 @@ def test_an_external_teacher_serves_a_run(finished: tuple[Path, str], cache: Pat
     The teacher has a chat template of its own, and scores what that makes of the data's messages.
     """
     student, teacher, data = with_templates(cache, tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = [f"teacher.server_port={port}", f"teacher.key_file={tmp_path / 'key'}"]
     server = subprocess.Popen(
         [sys.executable, "-m", "gkd.teacher.serve", f"teacher.model.path={teacher}", *shared,

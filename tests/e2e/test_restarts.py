@@ -37,6 +37,6 @@ def test_it_is_held_all_the_time(tmp_path: Path) -> None:
         os.set_blocking(first.stdout.fileno(), False)
         while not (line := first.stdout.readline()):
             looks.append(is_held(run))
-        assert line == "held\n" and all(looks) and len(looks) > 10
+        assert line == "held\n" and all(looks)
         assert first.wait(60) == 0
     assert not is_held(run)

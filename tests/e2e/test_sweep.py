@@ -71,8 +71,9 @@ def test_a_sweep_that_is_killed_ends_its_run_and_is_under_way_until_then(tmp_pat
 
 def test_a_sweep_that_is_stopped_states_how_it_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path)
-    (tmp_path / "saved").touch()
     process.send_signal(signal.SIGINT)
+    wait_for(tmp_path / "saves")  # its run would end by itself else
+    (tmp_path / "saved").touch()
     assert process.wait(timeout=60) == 130
     line = (tmp_path / "errors").read_text().splitlines()[-1]
     assert line.startswith("stopped by")

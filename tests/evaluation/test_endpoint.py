@@ -24,6 +24,7 @@ from gkd.evaluation.questions import Question
 from gkd.evaluation.run import evaluate
 from gkd.evaluation.table import show
 from gkd.types import Prompt
+from tests.ray.cluster.conftest import eventually
 
 
 class Adder(BaseHTTPRequestHandler):
@@ -281,7 +282,8 @@ def test_an_endpoint_that_sends_a_byte_now_and_then_is_given_up(
     own = ["evaluate.endpoints.adder.timeout_s=0.5", f"evaluate.endpoints.adder.url='{url}?api-key=secret'"]
     with pytest.raises(RunFailed, match=r"^evaluate\.endpoints\.adder: http://\S*/v1 .*adder\.timeout_s\)"):
         evaluate(compose_evaluation([*arguments(tmp_path, server, n=1), *own]), Console(file=StringIO()))
-    assert [request["path"] for request in Adder.requests] == ["/v1/chat/completions?api-key=secret"]
+    expected = ["/v1/chat/completions?api-key=secret"]
+    assert eventually(lambda: [request["path"] for request in Adder.requests] == expected)
 
 
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:

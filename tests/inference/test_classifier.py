@@ -87,7 +87,7 @@ def test_over_the_wire(engine: Classifier, path: Path) -> None:
     finally:
         client.close()
         stop.set()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_what_is_put_before_it() -> None:

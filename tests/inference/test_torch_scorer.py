@@ -184,7 +184,7 @@ def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> Non
     finally:
         client.close()
         stop.set()
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize("settings", [Teacher, Reference])

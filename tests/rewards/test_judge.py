@@ -167,9 +167,14 @@ def test_a_pause_that_is_asked_for_is_made_where_there_is_time(endpoint: Endpoin
 
 
 def test_a_judge_that_has_no_time_for_all_attempts_says_what_the_last_was(endpoint: Endpoint) -> None:
-    endpoint.says, endpoint.headers = [503, 503], {"retry-after": "100"}
+    endpoint.says, endpoint.headers = ["3", 503, 503], {"retry-after": "100"}
     judge = Judge(Judge.Config(url=endpoint.url, model="m", timeout_s=200.0))
-    ((answer,),) = asyncio.run(_gather_answers(judge, [[COMPLETION]], 0.5))
+
+    async def ask_twice() -> Any:
+        await judge(COMPLETION)  # its client takes longer to make than to ask
+        return await _gather_answers(judge, [[COMPLETION]], 0.5)
+
+    ((answer,),) = asyncio.run(ask_twice())
     assert isinstance(answer, str)
     assert contains_in_order(answer, "(reward.timeout_s)", "InternalServerError", "(attempt 1 of 2)")
 

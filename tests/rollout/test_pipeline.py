@@ -47,7 +47,7 @@ def pipeline(tmp_path: Path, delivered: queue.Queue[Any]) -> Iterator[ScoringPip
     made.close()
     stop.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -143,9 +143,10 @@ def test_the_driver_is_given_several_samples_at_a_time_unless_others_wait_for_th
 
     score(0)
     later = threading.Thread(target=lambda: (time.sleep(0.1), score(1, 2)))
-    later.start()
     batches = []
-    for _ in messages:
+    for number in range(len(messages)):
+        if number == len(messages) - 1:
+            later.start()
         arrays, samples = next(finished), next(finished)
         assert len(arrays) == len(samples)
         batches.append([sample.key for sample in samples])
@@ -182,7 +183,7 @@ def test_requests_that_come_between_the_buckets_of_new_weights_are_sampled_from_
         worker.sampler.step()
     trained: list[TrainingSample] = []
     while len(trained) < len(requests):
-        item = worker.output_queue._items.get(timeout=10)
+        item = worker.output_queue._items.get(timeout=60)
         trained += [training for training, _ in item] if isinstance(item, list) else []
     assert [[span.version for span in training.versions] for training in trained] == [[before + 1]] * 2
 

@@ -51,7 +51,7 @@ class Running:
         self.stop.set()
         if isinstance(self.engine, TableEngine):
             self.engine.hurry.set()  # nobody waits for what it works on
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -90,11 +90,11 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., ScoringClient]]:
-    """Makes clients that are closed at the end, impatient ones unless told otherwise."""
+    """Makes clients that are closed at the end, which try three times."""
     clients: list[ScoringClient] = []
 
     def make(*addresses: str, tokenizer_hash: str = "hash", **settings: Any) -> ScoringClient:
-        settings = {"key": KEY, "request_timeout_s": 2.0, "heartbeat_s": 0.5, "max_attempts": 3} | settings
+        settings = {"key": KEY, "request_timeout_s": 20.0, "heartbeat_s": 0.5, "max_attempts": 3} | settings
         clients.append(ScoringClient(addresses, tokenizer_hash, **settings))
         return clients[-1]
 
@@ -158,7 +158,7 @@ def dealer() -> Iterator[Callable[..., Any]]:
 
     def make(address: str, key: Key = KEY, **options: int) -> Any:
         made = context.socket(zmq.DEALER)
-        made.linger, made.rcvtimeo, made.sndtimeo = 0, 5000, 5000
+        made.linger, made.rcvtimeo, made.sndtimeo = 0, 60_000, 60_000
         for name, value in options.items():
             setattr(made, name, value)
         secure_client(made, key)

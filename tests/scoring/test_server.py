@@ -25,6 +25,7 @@ from gkd.inference.requests import GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.scoring import wire
 from gkd.scoring.address import secure_client
 from gkd.scoring.client import ScoringClient
+from gkd.scoring.clients import Clients
 from gkd.scoring.server import ScoringServer
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
@@ -41,7 +42,7 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
     """A bare socket, to say what no client would."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, 5000, 5000
+    socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, 60_000, 60_000
     secure_client(socket, KEY)
     yield socket
     context.destroy(linger=0)
@@ -60,9 +61,14 @@ def assert_same(actual: Target, expected: Target) -> None:
 def test_an_idle_engine_begins_with_all_requests_that_come_together(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gkd.scoring.server, "GAP_S", 0.3)
+    arrived, queued, put = list[Any](), list[int](), Clients.put
+
+    def gather(_: float) -> None:
+        assert eventually(lambda: len(arrived) == 4)  # however long that takes on a busy machine
+
+    monkeypatch.setattr(Clients, "put", lambda clients, job: (put(clients, job), arrived.append(job)))
     monkeypatch.setattr(gkd.scoring.server, "GATHER_S", 60.0)
-    queued: list[int] = []
+    monkeypatch.setattr(gkd.scoring.server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=gather))
 
     class Engine(TableEngine):
         def step(self) -> Iterator[tuple[int, Any]]:
@@ -103,11 +109,16 @@ def test_scores_are_the_tables(serve: Serve, connect: Connect, top_k: int) -> No
 
 def test_requests_wait_while_the_engine_sleeps(serve: Serve, connect: Connect) -> None:
     """What is under way is finished first, and the server goes on saying that it lives."""
-    server = serve(TableEngine(0.15)).server
-    client = connect(server.address, top_k=4, heartbeat_s=0.1)
+    engine = TableEngine(60.0)
+    server = serve(engine).server
+    client = connect(server.address, top_k=4, heartbeat_s=0.1, request_timeout_s=60.0)
     before = client.submit(a_score(1, 4))
     assert eventually(lambda: server.progress()[1] == 1)  # it is under way
-    server.sleep(30)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(server.sleep, 60)
+        assert eventually(lambda: not server._commands.empty())
+        engine.hurry.set()
+        waiting.result(60)
     assert server.counts["answered"] == 1
     assert_same(before.result(30), expected(a_score(1, 4)))
     during = client.submit(a_score(2, 4))
@@ -243,11 +254,12 @@ def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect:
 
 def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Connect, dealer: Any) -> None:
     running = serve(TableEngine(delay_s=60.0, capacity=1))
-    busy = connect(running.server.address).submit(a_score())
+    busy = connect(running.server.address, request_timeout_s=60.0).submit(a_score())
     assert eventually(lambda: running.server.progress()[1] == 1)
     dealer.connect(running.server.address)
     greet(dealer)
     dealer.send(wire.encode_request(7, 0.05, a_score()))
+    assert eventually(lambda: running.server._frontend._clients._order)  # its time has begun
     time.sleep(0.2)
     running.engine.hurry.set()
     body, _ = wire.decode(dealer.recv())
@@ -291,12 +303,13 @@ def test_stopping_refuses_what_is_unfinished_and_frees_the_port(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 0.3)
-    running = serve(TableEngine(delay_s=0.1))
-    client = connect(running.server.address, max_attempts=1)
+    running = serve(TableEngine(delay_s=60.0))
+    client = connect(running.server.address, max_attempts=1, request_timeout_s=60.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(4)]
+    assert eventually(lambda: running.server.progress()[1] == 4)
+    running.end()  # which lets the engine finish the first
     futures[0].result(30)
-    running.end()
     with pytest.raises(RunFailed, match="is stopping"):
         futures[3].result(30)
     again = serve(port=int(running.server.address.rsplit(":", 1)[1]))

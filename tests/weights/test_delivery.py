@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -57,17 +56,24 @@ def test_a_part_waits_for_the_others_and_is_told_when_all_is_loaded() -> None:
     arrivals.wait()
 
 
-def test_the_time_of_a_push_begins_again_with_each_bucket() -> None:
+def test_the_time_of_a_push_begins_again_with_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model takes longer than any bucket of it may."""
-    limit_s, n = 0.6, 4
-    arrivals = Arrivals(Push(1, 7, limit_s))
-    with ThreadPoolExecutor(2) as pool:
-        waiting, began = pool.submit(arrivals.wait), time.monotonic()
+    limit_s, n, now = 0.6, 4, [100.0]
+
+    def load(_: Bucket) -> None:
+        now[0] += 0.6 * limit_s
+        with arrivals._changed:
+            arrivals._changed.notify_all()  # whoever waits looks at the time
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr("gkd.weights.delivery.time", SimpleNamespace(monotonic=lambda: now[0]))
+        arrivals = Arrivals(Push(1, 7, limit_s))
+        waiting = pool.submit(arrivals.wait)
         for number in range(n):
-            arrivals.load(bucket(number, n), 1, lambda _: time.sleep(0.6 * limit_s))
-            assert arrivals.progress()[2] < 0.2 * limit_s
+            arrivals.load(bucket(number, n), 1, load)
+            assert arrivals.progress()[2] == 0
         waiting.result(20)
-        assert time.monotonic() - began > 2 * limit_s
+    assert now[0] - 100.0 > 2 * limit_s
     arrivals = Arrivals(Push(2, 8, 0.1))
     arrivals.load(bucket(0, 2), 1, lambda _: None)
     with pytest.raises(RunFailed, match=r"in vain .*version 8"):

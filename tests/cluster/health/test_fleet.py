@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -81,7 +81,7 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
 
     def take() -> list[int]:
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         return list(watched.take_in_restarted())
 
     assert watched.lose(1, DEATH).endswith("(1 of cluster.worker_restarts=2)")
@@ -99,9 +99,12 @@ def test_what_dies_is_started_again_so_often_and_then_given_up() -> None:
     assert attempts == [1, 1, 0]
 
 
-def test_a_start_that_takes_too_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_that_takes_too_long_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where Ray's control service hangs, whose answer has no deadline."""
-    go, threads = threading.Event(), list[threading.Thread]()
+    go, threads, now = threading.Event(), list[threading.Thread](), [100.0]
+    monkeypatch.setattr("gkd.cluster.health.watched.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def start(member: int) -> Group:
         assert go.wait(30)
@@ -110,12 +113,12 @@ def test_a_start_that_takes_too_long_is_named_once(caplog: pytest.LogCaptureFixt
     watched = watch("rollout", 2, RestartPolicy(3, start, threads, within_s=0.2))
     watched.lose(1, DEATH)
     assert watched.take_in_restarted() == {} and not caplog.messages
-    time.sleep(0.3)
+    now[0] += 0.3
     assert watched.take_in_restarted() == watched.take_in_restarted() == {}
     (text,) = caplog.messages
     assert contains_in_order(text, "rollout 1", "0.2 s")
     go.set()
-    threads[0].join(10)
+    threads[0].join(60)
     assert watched.take_in_restarted().keys() == {1}
 
 
@@ -127,7 +130,7 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
 
     watched = watch("rollout", 1, RestartPolicy(1, start, threads))
     watched.lose(0, DEATH)
-    threads[0].join(10)
+    threads[0].join(60)
     with pytest.raises(RunFailed, match=r"\brollout 0 .*: .*node left$"):
         watched.take_in_restarted()
     assert watched.fleet.health(0) is Health.RETIRED
@@ -137,7 +140,7 @@ def test_where_nothing_is_left_and_nothing_comes_the_run_ends() -> None:
 
     watched = watch("reference", 2, RestartPolicy(3, on_a_node_that_left, threads))
     watched.lose(1, DEATH)
-    threads[-1].join(10)
+    threads[-1].join(60)
     assert watched.take_in_restarted() == {}
     assert watched.fleet.health(1) is Health.RETIRED  # at once: what was reserved there is gone with it
 

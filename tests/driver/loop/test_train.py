@@ -381,7 +381,17 @@ def test_a_step_is_sampled_while_the_one_before_is_validated_and_logged_unless_t
     assert handed_out_before_logging(offload=True) == [3]  # for the validation the engines were woken
 
 
-def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(tmp_path: Path) -> None:
+def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def pass_s(seconds: float = 0.001) -> float:
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr("gkd.driver.loop.train.time", SimpleNamespace(monotonic=pass_s))
+    monkeypatch.setattr(f"{__name__}.time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_s))
     run = Played(tmp_path, logging_s=0.5)
     run.run(RunState())
     first, second, third = (row["timing_s/step"] for row in run.rows())

@@ -8,9 +8,9 @@ import sys
 STUCK = """
 import sys, time
 from gkd.cluster.session import control_service
-control_service.STUCK_S = 1.0
+control_service.INTERVAL_S, control_service.STUCK_S = 0.1, 2.5
 service = control_service.ControlService(sys.argv[1], 0.0, 600.0)
-end = time.monotonic() + 4.0
+end = time.monotonic() + 3.5
 while time.monotonic() < end:  # what asks is not stuck
     service.require_time()
     time.sleep(0.2)

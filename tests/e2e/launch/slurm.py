@@ -148,13 +148,25 @@ class Slurm:
                     processes.append(process)
         return processes
 
+    def raylets(self, job: int) -> list[psutil.Process]:
+        """Return the servers of Ray that a job has, one on each node."""
+        raylets = []
+        for process in self.processes(job):
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
+                if process.name() == "raylet":
+                    raylets.append(process)
+        return raylets
+
     def kill_node(self, node: str, job: int) -> None:
         """Kill a node's daemon and all that a job has there, as when a machine dies."""
         daemon = psutil.Process(int((self.folder / f"slurmd-{node}.pid").read_text()))
         daemon.kill()
         tasks = self.processes(job, node)
-        stepds = [parent for task in tasks for parent in task.parents() if parent.name() == "slurmstepd"]
-        for process in {*stepds, *tasks}:
+        doomed = {*tasks}
+        for task in tasks:
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
+                doomed |= {parent for parent in task.parents() if parent.name() == "slurmstepd"}
+        for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -167,7 +179,8 @@ class Slurm:
         while (left := self.daemons()) and time.monotonic() < deadline:
             time.sleep(0.2)
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def daemons(self) -> list[psutil.Process]:
         """Return the daemons of this folder, and what watches steps for them."""

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ from tests.messages import NODE, entries, names_what_is_wrong, overrides
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = Path(f"/tmp/gkd-t-{os.getpid()}")
-    monkeypatch.setenv(local.DIRECTORY, str(path))
+    monkeypatch.setenv(local.DIRECTORY, tempfile.mkdtemp(prefix="gkd-t-", dir="/tmp"))
     return local.make_directory()
 
 

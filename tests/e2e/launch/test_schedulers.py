@@ -104,7 +104,7 @@ def test_the_script_starts_a_cluster_ends_it_and_has_the_runs_exit_code(tmp_path
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = str(100_000 + os.getpid() % 1_000_000)
+    job = str(2_000_000 + os.getpid() % 1_000_000)  # none of those of slurm.py, beside which it may run
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "here[1-2]"}
     variables = {**environment(), **slurm, "GKD_PYTHON": sys.executable, "GKD_SIMULATE_GPUS": "2"}
     done = subprocess.run(

@@ -57,8 +57,8 @@ def test_a_job_goes_on_after_a_node_died_to_its_end_and_one_that_is_cancelled_le
     ]
     job = slurm.submit(*settings, f"trainer.total_steps={n_steps}")
     assert eventually(lambda: len(steps(output)) > 3, 240), slurm.log(job)
-    raylets = [process for process in slurm.processes(job) if process.name() == "raylet"]
-    assert [len(raylet.cpu_affinity()) for raylet in raylets] == [min(2, os.cpu_count() or 1)] * 2  # --cpus-per-task
+    n_cores = [len(raylet.cpu_affinity()) for raylet in slurm.raylets(job)]
+    assert n_cores == [min(2, os.cpu_count() or 1)] * 2  # --cpus-per-task
     placed = json.loads((output / "placement.json").read_text())
     assert len({worker["node"] for worker in placed}) == 2
     slurm.kill_node("node2", job)

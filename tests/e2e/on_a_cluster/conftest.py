@@ -25,13 +25,21 @@ from tests.e2e.conftest import ROOT, SMALL, environment
 HEAD_GPUS, WORKER_GPUS = 2, 4
 
 
+HANDED_OUT: set[int] = set()
+
+
 def free_port() -> int:
-    """One below those that the system gives to whoever binds none, as it stays free until a program has started."""
-    ports = [*random.sample(range(32_000, 32_768), 50), 0]
+    """One below those that the system gives to whoever binds none, as it stays free until a program has started.
+
+    No other call returns it, neither in this process nor in the other one that runs tests.
+    """
+    half = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2
+    ports = [*random.sample(sorted({*range(32_000 + half, 32_768, 2)} - HANDED_OUT), 50), 0]
     for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
+            HANDED_OUT.add(chosen := int(probe.getsockname()[1]))
+            return chosen
     raise AssertionError("no free port")
 
 

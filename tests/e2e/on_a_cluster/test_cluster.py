@@ -153,12 +153,13 @@ def test_a_head_that_runs_is_not_started_again(cluster: ClusterHere) -> None:
 
 
 def test_a_port_that_is_taken_is_named(cluster: ClusterHere, tmp_path: Path) -> None:
+    directory = Path(f"{cluster.directory}-none")
     done = cluster.run(
-        "env", "GKD_RAY_DIR=/tmp/gkd-t-none", "./launch/ray_cluster.sh", "head", "--port", str(cluster.port)
+        "env", f"GKD_RAY_DIR={directory}", "./launch/ray_cluster.sh", "head", "--port", str(cluster.port)
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert contains_in_order(done.stderr, f"error: port {cluster.port} ", "--port")
-    Path("/tmp/gkd-t-none").rmdir()
+    directory.rmdir()
 
 
 def test_another_version_of_ray_is_one_line(cluster: ClusterHere, small: list[str], tmp_path: Path) -> None:

@@ -172,6 +172,12 @@ def test_a_run_goes_on_by_itself_whatever_it_loses(start: Any) -> None:
     ]
 
 
+def _is_control_service(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
+        return process.name() == "gcs_server"
+    return False
+
+
 def test_without_rays_control_service_a_run_saves_what_it_has_and_begins_again_or_says_why_it_ends(start: Any) -> None:
     """In a Ray of its own, as the others need theirs."""
     small = ("trainer.batch_size=4", "rollout.n=4", "data.val_limit=16", "trainer.restarts=1", "trainer.val_every=1")
@@ -180,12 +186,8 @@ def test_without_rays_control_service_a_run_saves_what_it_has_and_begins_again_o
         if again:
             assert eventually(lambda: "going on" in run.text(), 300), run.text()
         run.wait_for_step(run.metrics()[-1]["step"] + 2 if again else 2)
-        (service,) = (
-            process.pid
-            for process in psutil.Process(run.process.pid).children(recursive=True)
-            if process.name() == "gcs_server"
-        )
-        os.kill(service, signal.SIGKILL)
+        (service,) = filter(_is_control_service, psutil.Process(run.process.pid).children(recursive=True))
+        service.kill()
     assert run.end() == 1
     (line,) = (line for line in run.errors() if line)
     assert line.startswith("failed: Ray's control service (GCS) at ")

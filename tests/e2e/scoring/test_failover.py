@@ -8,6 +8,7 @@ import time
 import pytest
 
 from gkd.inference.requests import ScorerUnavailable
+from tests.e2e.on_a_cluster.conftest import free_port
 from tests.scoring.conftest import a_score
 from tests.scoring.test_client_limits import wait_for
 from tests.scoring.test_failover import Connect, Serve, Spawn, all_right
@@ -37,7 +38,7 @@ def test_a_replica_that_is_killed_is_missed_at_once(spawn: Spawn, serve: Serve, 
 
 
 def test_a_server_that_comes_back_on_its_port_is_used_again(spawn: Spawn, connect: Connect) -> None:
-    first = spawn(delay_s=0.2)
+    first = spawn(free_port(), delay_s=0.2)  # one that nobody is given meanwhile
     client = connect(first.address, request_timeout_s=60.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(5)]

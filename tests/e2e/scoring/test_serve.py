@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gkd.cli.serve_teacher import compose_server
+from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
 from tests.scoring.conftest import ROOT
 
@@ -21,12 +22,6 @@ from tests.scoring.conftest import ROOT
 def serve(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gkd.teacher.serve", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_ctrl_c_while_the_model_loads(model: Path) -> None:

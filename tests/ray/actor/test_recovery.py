@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -64,18 +65,21 @@ def test_chunks_begin_again_before_an_engine_gets_weights(
     both: bool, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank out of memory with the other in a collective with it, which never ends; or each in another layer."""
+    gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()
     first = [run_out.remote(30), run_out.remote(30) if both else compute.remote(1000.0)]
-    ranks = Ranks(first, [ray.put(0.1), compute.remote(3.0)])
+    ranks = Ranks(first, [ray.put(0.1), gate.wait.remote()])
     actor, sync, pushed = start(ranks, monkeypatch)
     actor.accumulate([[training_sample(0)]])
     assert eventually(lambda: read_outcome(PendingCall("", ("", ""), tuple(first))) is False, 30)
     sync.refresh([0])
     assert ranks.budgets == [30] and not ranks.left
     assert not pushed and actor.accumulates  # the chunk again
+    ray.get(gate.set.remote(), timeout=30)
     assert eventually(lambda: not actor.accumulates, 30)
     sync.refresh([0])
     assert pushed == [[0]]
     ray.cancel(first[1], force=True)
+    ray.kill(gate)
 
 
 def test_what_else_a_rank_failed_with_ends_the_wait(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +95,22 @@ def test_what_else_a_rank_failed_with_ends_the_wait(local_ray: None, monkeypatch
 
 
 def test_others_are_attended_to_until_the_last_rank_is_done(local_ray: None) -> None:
-    call = PendingCall("writing", ("actor rank 0", "actor rank 1"), (ray.put(1), compute.remote(1.0)))
+    gate = ray.remote(num_cpus=0, max_concurrency=2)(threading.Event).remote()
+    call = PendingCall("writing", ("actor rank 0", "actor rank 1"), (ray.put(1), gate.wait.remote()))
     seen: list[int] = []
 
     def attend(refs: Sequence[Any]) -> None:
         seen.append(len(refs))
+        if len(seen) == 4:
+            gate.set.remote()
         ray.wait(list(refs), timeout=0.2)
 
-    attend_until_done(call, 0.5, attend)
-    assert seen[0] == 2 and set(seen[1:]) == {1}
+    attend_until_done(call, 0.5, lambda refs: time.sleep(0.1))
+    assert read_outcome(call) is None  # its time is over
     attend_until_done(call, 60, attend)
+    assert seen[0] == 2 and set(seen[1:]) == {1}
     assert read_outcome(call) is True
+    ray.kill(gate)
 
 
 def test_others_are_not_attended_to_once_a_rank_has_failed(local_ray: None) -> None:

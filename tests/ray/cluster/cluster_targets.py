@@ -54,7 +54,7 @@ class Echo:
         raise {"value": ValueError, "config": ConfigError, "run": RunFailed}[kind]("two\nlines")
 
     def wait_for_flag(self):
-        came = self.flag.wait(20)
+        came = self.flag.wait(60)
         self.flag.clear()
         return came
 

@@ -61,7 +61,7 @@ def test_control_gets_through_while_call_is_busy(groups):
     busy = rollout.submit("wait_for_flag")
     assert rollout.control("rank_times", 2, timeout_s=60) == [0, 2]
     rollout.control("set_flag", timeout_s=60)
-    assert gather([busy], 10) == [[True, True]]
+    assert gather([busy], 60) == [[True, True]]
 
 
 def test_a_stream_yields_each_item_as_soon_as_it_is_there(groups):
@@ -209,7 +209,8 @@ time.sleep(600)
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     names = [Path(name) for name in process.stdout.readline().split()]
     family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)] + [process.pid]
-    time.sleep(10 * reaper.RECORD_EVERY_S)
+    for _ in range(10):  # a machine that stands still takes the time of one of them
+        time.sleep(reaper.RECORD_EVERY_S)
     assert len(names) == 2 and all(name.exists() for name in names)
     for pid in family:
         os.kill(pid, signal.SIGKILL)

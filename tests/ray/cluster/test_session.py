@@ -1,5 +1,6 @@
 """A private Ray ends with its run, in whatever way that ends; an address that does not answer is one line."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from gkd.cluster.session.connect import connect
 from gkd.cluster.session.control_service import VARIABLE
 from gkd.cluster.session.local import NICENESS
 from gkd.errors import ConfigError, RunFailed
+from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import alive, configuration, eventually
 
@@ -55,12 +57,26 @@ def directory_and_pids(run):
     return directory, [int(pid) for pid in pids]
 
 
+def read(pid, name):
+    """What /proc has of a process; nothing of one that is gone meanwhile."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text()
+    return ""
+
+
+def group_of(pid):
+    """The group of a process; None of one that is gone meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
+
+
 def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
     """Also of the runs beside: each ends its own processes and no other's."""
     first, second = start(), start(RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
     (directory, pids), (other, other_pids) = directory_and_pids(first), directory_and_pids(second)
     assert len(pids) == 3
-    servers = [Path(f"/proc/{pid}/cmdline").read_text() for pid in reaper.processes_of(directory)]
+    servers = [read(pid, "cmdline") for pid in reaper.processes_of(directory)]
     unneeded = "dashboard.py", "monitor.py", "log_monitor.py"
     assert [text for text in servers if any(name in text for name in unneeded)] == []
     for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
@@ -70,7 +86,7 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.nice(0)}
     # What is sent to the run's own group, as by `timeout`, is for the run alone.
     group = os.getpgid(first.pid)
-    assert [pid for pid in reaper.processes_of(directory) if os.getpgid(pid) == group] == [first.pid]
+    assert [pid for pid in reaper.processes_of(directory) if group_of(pid) == group] == [first.pid]
     assert first.stdout.readline() == second.stdout.readline() == "GPU Assignments: ['6', '4']\n"
     assert all(map(alive, pids + other_pids))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # a launcher and a terminal at the same time
@@ -88,7 +104,7 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
 
 def server(directory, name):
     """The pid of one of the servers of the Ray that has its files in a directory."""
-    (pid,) = (p for p in reaper.processes_of(directory) if Path(f"/proc/{p}/comm").read_text().strip() == name)
+    (pid,) = (p for p in reaper.processes_of(directory) if read(p, "comm").strip() == name)
     return pid
 
 
@@ -120,10 +136,7 @@ def test_a_run_ends_in_time_with_its_own_code_when_rays_control_service_is_dead_
 def test_workers_of_a_head_outlive_its_control_service_so_that_a_run_can_save(start):
     """`ray start --block` would have ended them with it."""
     directory = tempfile.mkdtemp(prefix="gkd-t-", dir="/tmp")
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("", 0))
-        other.bind(("", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
+    ports = free_port(), free_port()
 
     def node(*arguments):
         command = [sys.executable, "-m", "gkd.cli.launch.node", *arguments]

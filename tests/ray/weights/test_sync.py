@@ -188,12 +188,13 @@ def test_by_nccl_an_engine_samples_on_while_another_one_does_a_long_step(actors:
     pair.control("use", config, gpus, timeout_s=30)
     system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
     system.push(1)
-    pair.select([0]).control("do_long_step", 4.0, timeout_s=30)
+    pair.select([0]).control("do_long_step", timeout_s=30)
     with ThreadPoolExecutor() as pool:
         push = pool.submit(system.push, 2)
         time.sleep(1.5)
         assert [(version, samples) for _, version, samples, _, _ in system.engine_states()] == [(1, True), (1, True)]
         assert not push.done()
+        pair.select([0]).control("end_long_step", timeout_s=30)
         push.result(30)
     system.expect_served(2)
 
@@ -207,7 +208,7 @@ def test_by_nccl_the_others_go_on_without_an_engine_that_hangs_before_the_push(
     engines = make_engines(config, 2)
     system = start(actors, engines, config)
     system.push(1)
-    engines.select([0]).control("do_long_step", 60.0, timeout_s=30)
+    engines.select([0]).control("do_long_step", timeout_s=30)
     if engines_of_push is not None:
         system.sync.push(engines_of_push)
         assert system.rollout.present_engines == [1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 import time
 from typing import Any
 
@@ -194,9 +195,13 @@ class CpuRollout(rollout_worker.RolloutWorker):
     def make_trouble(self, what: str, number: int) -> None:
         self.engine.trouble = (what, number)
 
-    def do_long_step(self, seconds: float) -> None:
-        """Have the engine's thread do a step of so long, which nobody waits for."""
-        self.loop.submit(lambda: time.sleep(seconds))
+    def do_long_step(self) -> None:
+        """Have the engine's thread do a step of a minute, or up to the end of it, which nobody waits for."""
+        self.step_ends = threading.Event()
+        self.loop.submit(lambda: self.step_ends.wait(60))
+
+    def end_long_step(self) -> None:
+        self.step_ends.set()
 
     def state(self) -> tuple[dict[str, Tensor], int, bool, int, list[tuple[int, int]]]:
         """Tensors, version, whether it may sample, buckets of the last push, and NCCL groups it has been in."""

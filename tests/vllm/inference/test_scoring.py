@@ -47,7 +47,7 @@ def teacher(vllm_engine: Any) -> Iterator[ScoringClient]:
     yield client
     client.close()
     stop.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
