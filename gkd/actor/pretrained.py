@@ -12,13 +12,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from gkd.actor.loading import build_empty
 from gkd.actor.model import Student
 from gkd.config import Lora
 from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
+from gkd.data.tokenizer import read_tokenizer
 from gkd.durable import reason, replace_directory
 from gkd.errors import StudentNotWritten
 from gkd.weights.packing import split_into_buckets
@@ -49,7 +50,7 @@ def write_pretrained(
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         write_config(model_path, stored, new)
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer = read_tokenizer(model_path)
         tokenizer.save_pretrained(new)
         for file in PROCESSOR_FILES:
             if Path(model_path, file).exists():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,6 +130,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             saved = find(config, output)
         inputs = _find_inputs(config, saved, out.print)
         out.print("starting Ray and reserving GPUs")
+        sys.stdout.flush()  # a log that takes nothing from the start ends a run before it begins, later ones do not
         with connect(config) as session:
             from gkd.driver.run import drive
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -35,7 +36,7 @@ from gkd.config.loading import (
     read_requested,
 )
 from gkd.config.open import OpenSections
-from gkd.config.overrides import VALUES, flatten, keep_name, literal_override
+from gkd.config.overrides import VALUES, flatten, keep_name, literal_override, with_text_names
 from gkd.config.registry import forget_edited, make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
@@ -121,11 +122,15 @@ def _compose_groups(**choices: str) -> DictConfig:
 @cache
 def _compose_group(group: str, choice: str) -> DictConfig:
     """Return what the file of this choice sets. Hydra takes as long for one as for several together."""
+    outer = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR.resolve())):
             composed: DictConfig = hydra_compose("config", overrides=[f"+{group}={choice}"])
     except HydraException as error:
         raise ConfigError(one_line(error)) from None
+    finally:
+        GlobalHydra.instance().hydra = outer
     OmegaConf.set_struct(composed, False)  # what is merged with it may hold further names
     return composed
 
@@ -143,7 +148,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
         if choice not in (None, "none", *choices[group]):
             raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
     named = {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}
-    return named, _with_text_names(escape(values))
+    return named, with_text_names(escape(values))
 
 
 def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,16 +174,6 @@ def _require_section(file: str, name: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _with_text_names(value: Any) -> Any:
-    """Return a value, or a tree of such, in which names that look like numbers are text, as a set's may."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        str(name) if isinstance(name, int | float) and not isinstance(name, bool) else name: _with_text_names(below)
-        for name, below in value.items()
-    }
-
-
 def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> dict[str, Any]:
     """Merge ``layers``, each above the one before, and then ``values``, into a tree without interpolations."""
     try:
@@ -191,7 +186,7 @@ def _tree(layers: Sequence[Mapping[str, Any]], values: Sequence[Override]) -> di
                 if isinstance(parent, DictConfig):
                     parent.pop(name, None)
             else:
-                OmegaConf.update(tree, key, _with_text_names(override.value()), merge=True, force_add=True)
+                OmegaConf.update(tree, key, with_text_names(override.value()), merge=True, force_add=True)
         if "${" in str(tree):  # which may mean a setting's default
             tree = OmegaConf.merge(_defaults(), tree)
         resolved = OmegaConf.to_container(tree, resolve=True)

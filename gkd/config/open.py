@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -91,8 +92,10 @@ class OpenSettings(Settings):
                 raise ValueError(f"the setting {twice[0]} of {owner.__name__} has the name of another one here")
             values, known = self._select_values(section), [f"{prefix}{name}" for name in kind.model_fields]
             try:
-                complete = _validate(kind, values).model_dump(mode="json")
-                _validate(kind, complete)  # as what is written of a run is read
+                checked = _validate(kind, values)
+                written = checked.model_dump(mode="json", by_alias=False)
+                complete = {name: value for name, value in written.items() if name not in kind.model_computed_fields}
+                again = _validate(kind, complete)  # as what is written of a run is read
             except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # of the user's own check
                 raise ValueError(f"in {owner.__name__}.Config: {describe_raised(error)}") from None
             except ValidationError as error:
@@ -100,6 +103,9 @@ class OpenSettings(Settings):
                 key = prefix + ".".join(map(str, first["loc"]))
                 why = one_line(str(first["msg"]).removeprefix("Value error, "))
                 raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
+            for name in _find_unkept(checked, complete, again):
+                why = f"{owner.__name__}.Config would read another value from a run's file; secrets are for variables"
+                raise _refusal(f"{prefix}{name}", getattr(checked, name), why)
             for name, value in _find_ignored(kind, values, prefix):
                 raise _refusal(name, value, "", unknown=True, known=known)
             if not section:
@@ -177,6 +183,16 @@ class OpenSections(OpenSettings):
 def _validate(kind: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
     """Return settings by the names of their fields, whatever aliases these have. Raises ValidationError."""
     return kind.model_validate(values, by_alias=False, by_name=True)
+
+
+def _find_unkept(checked: BaseModel, written: Mapping[str, Any], again: BaseModel) -> Iterator[str]:
+    """Yield settings that are not ``written``, or of which another value was read ``again``, as of a secret."""
+    for name in type(checked).model_fields:
+        value, other = getattr(checked, name), getattr(again, name)
+        kind: Any = type(value)
+        has_equals = kind.__eq__ is not object.__eq__ and not (isinstance(value, float) and math.isnan(value))
+        if name not in written or (has_equals and value != other):
+            yield name
 
 
 def _find_ignored(kind: type[BaseModel], values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -92,3 +92,13 @@ def _text(name: str, value: Any) -> str:
         case Mapping():
             return f"{{{','.join(f'{key}:{_text(name, item)}' for key, item in value.items())}}}"
     raise ConfigError(f"{name}={value!r}: a {type(value).__name__} is no value of a setting")
+
+
+def with_text_names(value: Any) -> Any:
+    """Return a value, or a tree of such, in which names that look like numbers are text, as a set's may."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        str(name) if isinstance(name, int | float) and not isinstance(name, bool) else name: with_text_names(below)
+        for name, below in value.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,24 @@ class Row:
         return value
 
 
+def _holds_json(kind: Any) -> bool:
+    """Return whether values of a type of pyarrow are JSON as text, or hold such, as `datasets` stores mixed columns."""
+    return getattr(kind, "extension_name", "") == "arrow.json" or any(
+        _holds_json(kind.field(index).type) for index in range(kind.num_fields)
+    )
+
+
+def _decode_json(kind: Any, value: Any) -> Any:
+    """Return a value of this type with what its JSON stands for in the place of the text."""
+    if value is None or not _holds_json(kind):
+        return value
+    if not kind.num_fields:
+        return json.loads(value)
+    if isinstance(value, list):
+        return [_decode_json(kind.field(0).type, below) for below in value]
+    return {name: _decode_json(kind.field(name).type, below) for name, below in value.items()}
+
+
 def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
     """Yield rows of tables of pyarrow as they are stored; ``place`` is what they are of.
 
@@ -71,6 +90,10 @@ def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
     for batch in batches:
         try:
             rows = batch.to_pylist()
+            for field in batch.schema:
+                if _holds_json(field.type):
+                    for row in rows:
+                        row[field.name] = _decode_json(field.type, row[field.name])
         except (OverflowError, ValueError) as error:
             raise ConfigError(
                 f"{place} rows {number + 1} to {number + len(batch)} hold a value unknown to Python: {one_line(error)}"

@@ -171,16 +171,36 @@ def _check_weights(directory: Path, name: str) -> None:
             raise ConfigError(f"{name}: {file.name} cannot be read: {one_line(error)}") from None
 
 
+def read_tokenizer(directory: str) -> Any:
+    """Return the tokenizer in a directory, which splits and joins texts as its ``tokenizer.json`` states.
+
+    Classes of transformers, such as LlamaTokenizer, make a tokenizer anew from that file's vocabulary alone, with a way
+    of their own to split: DeepSeek-R1-Distill-Llama's would lose all spaces. Raises what transformers does.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # Of Mistral's own format only the ids are what other tokenizers have.
+    only = {"local_files_only": True, "trust_remote_code": False, "mistral_format": False}
+    tokenizer = AutoTokenizer.from_pretrained(directory, **only)
+    file, backend = Path(directory, "tokenizer.json"), getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not file.is_file():
+        return tokenizer
+    stated = json.loads(file.read_text(encoding="utf-8"))
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        made = getattr(backend, part)
+        if stated.get(part) != (None if made is None else json.loads(made.__getstate__())):
+            return PreTrainedTokenizerFast.from_pretrained(directory, **only)
+    return tokenizer
+
+
 def load_tokenizer(path: str, setting: str = "model.path") -> Any:
     """Return the tokenizer of the model at ``path``, a transformers tokenizer.
 
     Raises ConfigError, naming ``setting``, when there is none or it cannot be read.
     """
     directory = resolve_model(path, setting)
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return read_tokenizer(directory)
     # transformers raises whatever its readers meet: OSError, ValueError, KeyError, tokenizers' bare Exception.
     except Exception as error:
         reason = one_line(error)

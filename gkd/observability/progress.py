@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.status import Status
@@ -17,12 +18,37 @@ STAYS_EVERY_S = 60.0
 """On a terminal, between lines of steps that stay above the live one."""
 
 
+class _PatientOutput:
+    """Standard output; what a disk that is full does not take is written later, or lost: a run goes on meanwhile."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BrokenPipeError:  # nobody reads any more, which ends a run
+            raise
+        except OSError:
+            pass  # there is no other place to state it, and metrics.jsonl has what the lines have
+
+
 def console() -> Console:
     """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
-    plain = Console(highlight=False, markup=False, emoji=False)
-    if plain.file.isatty():
-        return plain
-    return Console(highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
+    if sys.stdout.isatty():
+        return Console(highlight=False, markup=False, emoji=False)
+    file = cast("TextIO", _PatientOutput(sys.stdout))
+    return Console(file=file, highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
 
 
 def log_to(out: Console) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -22,6 +23,8 @@ OTHER_NAMES = {"max_tokens": "max_completion_tokens"}
 """Parameters that OpenAI's reasoning models take by another name only, which other servers do not all know."""
 NEEDS_KEY = (401, 403)
 MAY_PASS = (408, 409, 429)  # beside errors of the server
+MOST_SHOWN = 400
+"""Characters of what an endpoint says of a failure."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
 
@@ -121,10 +124,13 @@ class ChatModel:
     def _describe(self, error: Exception) -> str:
         """Return an error in one line, without what is secret of the endpoint, which is taken out before it is cut."""
         text = str(error if error.__cause__ is None else error.__cause__)  # the cause of a connection that failed
+        if re.fullmatch(r"Error code: \d+", text) and (answer := getattr(error, "response", None)) is not None:
+            text += f": {answer.text.strip()}"  # what openai leaves out where it is not in OpenAI's form
         for secret in self._settings.secrets():
             text = text.replace(secret, "***")
         if isinstance(error, NoCompletion):
-            return repr(one_line(text)[:200])
+            return repr(one_line(text)[:MOST_SHOWN])
+        text = one_line(text) if len(text) <= MOST_SHOWN else f"{one_line(text[:MOST_SHOWN])} ..."
         kinds = [type(own).__name__ for own in (error, error.__cause__) if own is not None]
         text = one_line(": ".join([*kinds, *filter(None, [text])]))
         if getattr(error, "status_code", None) in NEEDS_KEY and not self._settings.key():

@@ -73,11 +73,8 @@ class Dispatcher:
         largest_reply: int,
     ) -> None:
         self._retry_policy = retry_policy
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.replicas = [
-            Replica(
-                address, self._context, key, retry_policy.heartbeat_s, n_clients, largest_reply, retry_policy.scorer
-            )
+            Replica(address, key, retry_policy.heartbeat_s, n_clients, largest_reply, retry_policy.scorer)
             for address in addresses
         ]
         self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
@@ -145,7 +142,8 @@ class Dispatcher:
             for future in [*(pending.future for pending in left), *self.welcomes.values()]:
                 if not future.done():
                     future.set_exception(end)
-            self._context.destroy(linger=0)
+            for replica in self.replicas:
+                replica.close()
             self._wakeup.close()
 
     def _work(self) -> None:

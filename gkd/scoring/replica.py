@@ -61,7 +61,6 @@ class Replica:
     def __init__(
         self,
         name: str,
-        context: zmq.Context[zmq.Socket[bytes]],
         key: Key,
         heartbeat_s: float,
         n_clients: int,
@@ -70,7 +69,9 @@ class Replica:
     ) -> None:
         self.name = self.address = name
         self.suspect = False
-        self._context, self._key, self._heartbeat_s = context, key, heartbeat_s
+        # A thread of its own: a name is looked up again at each reconnect, which holds up all that its thread serves.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._key, self._heartbeat_s = key, heartbeat_s
         self._n_clients, self._largest_reply, self._scorer = n_clients, largest_reply, scorer
         self.busy_until = 0.0
         self.welcome: wire.Welcome | None = None
@@ -177,6 +178,10 @@ class Replica:
                 yield whole
             else:
                 self.progressed = time.monotonic()
+
+    def close(self) -> None:
+        """Close the connection; what was not sent is dropped."""
+        self._context.destroy(linger=0)
 
     def _open(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

@@ -50,13 +50,13 @@ class Body(msgspec.Struct, frozen=True, tag=str.lower, forbid_unknown_fields=Tru
     """Base of every kind of message."""
 
 
-class Hello(Body, frozen=True):
-    """Client to server, first."""
+class Hello(Body, frozen=True, forbid_unknown_fields=False):
+    """Client to server, first. Other versions may say more, as in a welcome: only ``protocol`` is read of it then."""
 
     protocol: _Count
 
 
-class Welcome(Body, frozen=True):
+class Welcome(Body, frozen=True, forbid_unknown_fields=False):
     """Description of a server. ``session`` differs after every start; ``rendering`` is for clients that have not got
     the model's files, and ``weights`` is what its weights are known by; the rest is as in requests.Limits.
     """

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.config import Config, escape, load, parse_gpus, settings
-from gkd.config.compose import compose, groups
+from gkd.config.compose import _compose_group, compose, groups
 from gkd.config.loading import dump_yaml, read_run, read_yaml
 from gkd.config.overrides import overrides_of
 from gkd.driver.run import _write
@@ -369,3 +372,12 @@ def test_a_placement_on_the_command_line_replaces_that_of_a_runs_file(before: st
     own = compose([str(file), f"placement={after}"])
     assert own.teacher.max_num_seqs == 7
     assert own.plan.nodes == ([5] if after == "auto" else compose([f"placement={after}"]).plan.nodes)
+
+
+def test_a_program_that_uses_hydra_itself_keeps_its_own(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("mine: 1\n")
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        _compose_group.cache_clear()
+        assert compose(["+recipe=grpo", "placement=2gpu"]).recipe == "grpo"
+        assert hydra_compose("theirs").mine == 1
+    assert not GlobalHydra.instance().is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from datetime import date
 from enum import Enum
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 from omegaconf import OmegaConf
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, SecretStr, ValidationError, computed_field, field_validator
 
 from gkd.config import load
 from gkd.config.base import Settings
@@ -39,6 +40,55 @@ class Section(OpenSettings):
         "section.name", {"plain": f"{__name__}:Plain", "scaled": f"{__name__}:Scaled"}
     )
     name: str = "plain"
+
+
+class Unkept:
+    """An entry whose settings are others once they were written and read again."""
+
+    class Config(BaseModel):
+        percent: float = 0.0
+        key: SecretStr = SecretStr("")
+        note: str = Field("", exclude=True)
+        size: float = Field(1.0, alias="n")
+
+        @field_validator("percent")
+        @classmethod
+        def _divide(cls, value: float) -> float:
+            return value / 100
+
+
+class Doubled:
+    """An entry that states a value of its own."""
+
+    class Config(BaseModel):
+        half: float = math.nan
+        size: float = Field(1.0, alias="n", serialization_alias="n")
+
+        @computed_field  # type: ignore[prop-decorator]
+        @property
+        def whole(self) -> float:
+            return 2 * self.half
+
+
+def test_a_value_that_a_runs_file_would_not_keep_is_refused() -> None:
+    """Such as a secret's stars, which a worker was given in its place."""
+    registry = Registry("section.name", {"unkept": f"{__name__}:Unkept", "doubled": f"{__name__}:Doubled"})
+
+    class Keeping(OpenSettings):
+        name: str = "doubled"
+
+    Keeping.registry = registry
+    for name, value in (("percent", 50.0), ("key", "sk-123"), ("note", "x")):
+        with pytest.raises(ValidationError) as refused:
+            Keeping.model_validate({"name": "unkept", name: value})
+        context = refused.value.errors()[0]["ctx"]
+        assert context["key"] == name
+        assert "sk-123" not in str(context)
+    for values in ({}, {"half": 2.0, "size": 3.0}):
+        section = Keeping.model_validate({"name": "doubled", **values})
+        again = Keeping.model_validate(section.model_dump())
+        assert again.class_settings().size == section.class_settings().size == values.get("size", 1.0)
+        assert "whole" not in section.model_dump()
 
 
 @pytest.mark.parametrize("setting", ["evaluate.mode=single", "evaluate.output_dir=there"])

@@ -390,3 +390,29 @@ def test_pictures_are_not_decoded(tmp_path: Path) -> None:
     table.cast_column("image", Image()).save_to_disk(str(tmp_path / "saved"))
     (row,) = read_rows(str(tmp_path / "saved"))
     assert row.values["image"] == {"bytes": b"no picture", "path": None}
+
+
+def test_columns_of_json_are_what_they_stand_for(tmp_path: Path) -> None:
+    """As `datasets` stores those of several types: a text was read with its quotation marks."""
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "Largest of 3, 8?"}], "answer": 8},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "1/2?"}]}], "answer": "a 1/2"},
+        {"messages": [{"role": "user", "content": "?"}], "answer": None},
+    ]
+    kept = pyarrow.json_(pyarrow.string())
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", kept)])
+    texts = [[{"role": m["role"], "content": json.dumps(m["content"])} for m in row["messages"]] for row in rows]
+    answers = [None if row["answer"] is None else json.dumps(row["answer"]) for row in rows]
+    schema = pyarrow.schema([("messages", pyarrow.list_(message)), ("answer", kept)])
+    storage = pyarrow.table(
+        {
+            "messages": pyarrow.array(
+                texts, pyarrow.list_(pyarrow.struct([("role", "string"), ("content", "string")]))
+            ),
+            "answer": pyarrow.array(answers, pyarrow.string()),
+        }
+    )
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(storage.cast(schema), file)
+    assert pyarrow.parquet.read_schema(file).field("answer").type == kept
+    assert [row.values for row in read_rows(str(file))] == rows

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gkd.data.model_info import ModelInfo
 from gkd.data.tokenizer import (
@@ -14,6 +15,7 @@ from gkd.data.tokenizer import (
     check_same_tokenizer,
     check_student,
     load_tokenizer,
+    read_tokenizer,
     resolve_model,
     tokenizer_hash,
 )
@@ -256,3 +258,20 @@ def test_broken_generation_settings(model: Path) -> None:
     (model / "generation_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         ModelInfo.read(str(model), "model.path")
+
+
+def test_texts_are_split_and_joined_as_the_file_states(model: Path) -> None:
+    """As of DeepSeek-R1-Distill-Llama, whose class would make of its vocabulary a tokenizer that drops all spaces."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    stated = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["<s>", "</s>", *alphabet])}, []))
+    stated.pre_tokenizer, stated.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    stated.save(str(model / "tokenizer.json"))
+    named = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "chat_template": "x"}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    text = "What is 2 + 2?\nThink."
+    for path in (model, model / "written"):
+        tokenizer = read_tokenizer(str(path))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == stated.encode(text).ids and tokenizer.decode(ids) == text
+        assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", "x")
+        tokenizer.save_pretrained(model / "written")

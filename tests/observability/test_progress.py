@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -108,3 +110,23 @@ def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart() -> None:
     assert max(map(len, lines)) <= 80
     assert lines[1].split() == ["reward_model", "15", "192.168.100.100", "4194304", "0", "GPU-8f2c1f3e-0"]
     assert lines[2].split()[-1] == "GPU-8f2c1f3e-1"
+
+
+def test_a_log_on_a_disk_that_is_full_for_a_moment_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk(io.StringIO):
+        error: OSError | None = OSError(errno.ENOSPC, "No space left on device")
+
+        def flush(self) -> None:
+            if self.error is not None:
+                raise self.error
+
+    disk = Disk()
+    monkeypatch.setattr(sys, "stdout", disk)
+    out = console()
+    out.print("full")
+    disk.error = None
+    out.print("later")
+    assert disk.getvalue() == "full\nlater\n"
+    disk.error = BrokenPipeError()
+    with pytest.raises(BrokenPipeError):
+        out.file.flush()

@@ -66,7 +66,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.most_at_once = max(self.server.most_at_once, self.server.under_way)
         time.sleep(self.server.delay_s)
         self.server.under_way -= 1
-        self.send_response(reply if isinstance(reply, int) else 200)
+        if isinstance(reply, tuple):
+            status, reply = reply
+            self.send_response(status)
+        else:
+            self.send_response(reply if isinstance(reply, int) else 200)
         self.send_header("content-type", "application/json")
         for name, value in self.server.headers.items():
             self.send_header(name, value)
@@ -234,6 +238,13 @@ def test_a_secret_is_hidden_as_it_stands_in_the_url_and_where_a_long_answer_is_c
         with pytest.raises(RunFailed, match=r"\*\*\*") as failed:
             asyncio.run(Judge(Judge.Config(url=f"{endpoint.url}?code={secret}", model="m", retries=0))(COMPLETION))
         assert "key" not in str(failed.value)
+
+
+def test_what_an_endpoint_says_of_a_failure_is_shown_whatever_form_it_has(endpoint: Endpoint) -> None:
+    endpoint.says = [(422, b'{"error": "inputs are too long"}'), (404, b'{"detail": "no model m"}')]
+    for reason in ("too long", "no model"):
+        with pytest.raises(Exception, match=reason):
+            asyncio.run(Judge(Judge.Config(url=endpoint.url, model="m", retries=0))(COMPLETION))
 
 
 @pytest.mark.parametrize(("answer", "mark"), [(".5", 0.5), ("Score: -.5", -0.5), ("I say...7", 7.0), ("Score.7", 7.0)])

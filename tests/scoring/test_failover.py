@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -389,7 +390,12 @@ def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client = connect(f"tcp://127.0.0.1:{port}")
     identity, *_ = router.recv_multipart()
-    router.send_multipart([identity, wire.encode(wire.Welcome(wire.PROTOCOL + 1, "s", "model", "hash", 1, 1, 1, 1))])
+
+    class Welcome(wire.Welcome, frozen=True, tag="welcome"):
+        more: str = "that a later version states"
+
+    welcome = msgspec.msgpack.encode((Welcome(wire.PROTOCOL + 1, "s", "model", "hash", 1, 1, 1, 1), []))
+    router.send_multipart([identity, len(welcome).to_bytes(4, "little") + welcome + bytes(-len(welcome) % 4)])
     with pytest.raises(ConfigError, match=f"speaks protocol {wire.PROTOCOL + 1}, this side {wire.PROTOCOL}"):
         client.connect(30)
     context.destroy(linger=0)
@@ -554,7 +560,7 @@ def test_scores_of_other_positions_than_were_asked_for_are_no_answer() -> None:
 def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_lost(serve: Serve) -> None:
     """Twice what the engine works on at a time, between four clients."""
     address = serve(TableEngine(capacity=8)).server.address
-    replica = Replica(address, zmq.Context(), KEY, 1.0, 4, 1 << 20, "teacher")
+    replica = Replica(address, KEY, 1.0, 4, 1 << 20, "teacher")
     try:
         replica.welcome = wire.Welcome(wire.PROTOCOL, "s", "table", "hash", VOCABULARY, 32, 100, 8)
         replica.abandoned = dict.fromkeys((1, 2, 3), 0.0)

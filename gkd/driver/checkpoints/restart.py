@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.config import Config
-from gkd.config.output_files import BEST, METRICS, SAMPLES
+from gkd.config.loading import names_file
+from gkd.config.output_files import BEST, CONFIG, METRICS, SAMPLES
 from gkd.config.overrides import literal_override
 from gkd.driver.checkpoints.attempts import COUNT, FIRST_FAILURE, restarts
 from gkd.driver.checkpoints.checkpoint import complete
@@ -40,6 +41,7 @@ def begin_again(
 ) -> NoReturn:
     """Replace this process, after ``failure``, by ``gkd.main`` with the same ``arguments``, to go on in ``output``.
 
+    In place of a file among them, which may have been edited meanwhile, it is given what the run has written of itself.
     That stays held by ``descriptor``, so that no other run begins there meanwhile. ``address``: the cluster that it was
     on, which it joins again where its settings name none, also where nothing here states any more that it is there;
     None of a private Ray, whose GPUs nobody else counts.
@@ -48,6 +50,8 @@ def begin_again(
     os.environ[COUNT] = str(number)
     os.environ.setdefault(FIRST_FAILURE, one_line(failure))
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
+    if any(map(names_file, arguments)) and (output / CONFIG).is_file():
+        arguments = [str(output / CONFIG)]
     resume = [literal_override("trainer.output_dir", output), "trainer.resume=true"]
     if address is not None:  # config.yaml, which others may take, has no such address
         os.environ["RAY_ADDRESS"] = address

@@ -21,6 +21,7 @@ from gkd.cluster.session.connect import run_address
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.config import Config, load
 from gkd.config.compose import compose
+from gkd.config.loading import dump_run
 from gkd.driver.checkpoints.attempts import COUNT, FIRST_FAILURE, forget_failure_on_step, name_first_failure, restarts
 from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
 from gkd.driver.checkpoints.resume import find
@@ -182,6 +183,29 @@ def test_the_command_goes_on_in_the_same_directory_and_cluster(monkeypatch: pyte
     config: Config = compose(command[3:])
     assert (config.trainer.output_dir, config.trainer.resume, config.recipe) == (str(Path(directory)), True, "grpo")
     assert restarts() == 2
+
+
+def test_a_file_of_settings_is_that_of_the_run_which_nobody_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that began with other values than the file has by then goes on with its own."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setenv(COUNT, "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file, output = tmp_path / "mine.yaml", tmp_path / "run"
+    output.mkdir()
+    file.write_text("recipe: grpo\ntrainer: {gpus: [7], seed: 3}\n")
+    arguments = [str(file), "placement=8gpu", "actor.lr=1e-5"]
+    began = compose(arguments)
+    begin_again(TWICE, arguments, output, 0, None, WorkerDied("actor"))  # before it has written any
+    (output / "config.yaml").write_text(dump_run(began, began))
+    file.write_text("recipe: grpo\ntrainer: {seed: 4}\n")
+    begin_again(TWICE, arguments, output, 0, None, WorkerDied("actor"))
+    assert commands[0][3:6] == arguments
+    goes_on = compose(commands[1][3:])
+    trainer = goes_on.trainer.model_copy(update={"output_dir": began.trainer.output_dir, "resume": False})
+    assert goes_on.model_copy(update={"trainer": trainer}) == began and goes_on.trainer.resume is True
 
 
 def test_without_a_checkpoint_it_starts_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
