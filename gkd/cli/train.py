@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,7 +129,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
             saved = find(config, output)
         inputs = _find_inputs(config, saved, out.print)
         out.print("starting Ray and reserving GPUs")
-        sys.stdout.flush()  # a log that takes nothing from the start ends a run before it begins, later ones do not
+        print(end="", flush=True)  # a log that takes nothing from the start on ends a run
         with connect(config) as session:
             from gkd.driver.run import drive
 
@@ -179,12 +178,14 @@ def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable
     So does the lack of a tracker's login for one that begins; one that goes on does so without the tracker.
     """
     from gkd.cluster.workers.worker import pause_garbage_collection
-    from gkd.driver.checkpoints.resume import differences, require_same_data
+    from gkd.data.layouts import state_day
+    from gkd.driver.checkpoints.resume import day_of, differences, require_same_data
     from gkd.driver.inputs.find import find_inputs
     from gkd.observability.tracking import require_logins
 
     if saved is None:
         require_logins(config)
+    state_day(day_of(saved))
     with pause_garbage_collection():
         inputs = find_inputs(config, report)
     if saved is not None:

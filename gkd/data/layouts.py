@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
 from typing import Any
 
 from gkd.config import Data
@@ -111,9 +112,27 @@ def tools_of(row: Row) -> tuple[dict[str, Any], ...]:
     return tuple(_without_nulls(tool) for tool in value)
 
 
+_STATED: dict[str, date] = {}
+"""What chat templates of this process are given as the day."""
+
+
+def state_day(day: date) -> None:
+    """Give ``day`` from now on to chat templates that state one (``strftime_now``), as Llama 3.2's.
+
+    A run's prompts are those of the day on which it began, also where it goes on on another one.
+    """
+    _STATED["day"] = day
+
+
+def stated_day() -> date:
+    """Return the day that chat templates are given: today where none is set."""
+    return _STATED.get("day", date.today())
+
+
 def template_variables(kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a chat template is given beside messages: ``kwargs``, and the tools of a row that has some."""
-    return {**kwargs, "tools": [dict(tool) for tool in tools]} if tools else dict(kwargs)
+    """Return what a chat template is given beside messages: the day, ``kwargs``, and a row's tools where it has any."""
+    variables = {"strftime_now": datetime.combine(stated_day(), time()).strftime, **kwargs}
+    return {**variables, "tools": [dict(tool) for tool in tools]} if tools else variables
 
 
 def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

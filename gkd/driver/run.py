@@ -22,9 +22,10 @@ from gkd.config.loading import dump_run
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
 from gkd.config.overrides import shell_override
 from gkd.config.validating import require_figures
+from gkd.data.layouts import stated_day
 from gkd.driver.checkpoints.attempts import restarts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.checkpoints.resume import cut, forget_best_after, require_same_data
+from gkd.driver.checkpoints.resume import DAY, cut, forget_best_after, require_same_data
 from gkd.driver.checkpoints.saving import Checkpoints, require_place
 from gkd.driver.inputs.find import Inputs, with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
@@ -113,7 +114,7 @@ def _drive(
         system = start(config, inputs, placement)
         system.parts.rollout.queue_file = QueueFile(output / ENGINES)
         external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
-        fingerprints = inputs.fingerprints(config)
+        fingerprints = {**inputs.fingerprints(config), DAY: stated_day().isoformat()}
         if external:
             fingerprints |= _fingerprint_served(system, saved)
         require_place(directory)  # models took minutes to load

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TextIO, cast
+from typing import IO, Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.status import Status
@@ -21,7 +20,7 @@ STAYS_EVERY_S = 60.0
 class _PatientOutput:
     """Standard output; what a disk that is full does not take is written later, or lost: a run goes on meanwhile."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
@@ -45,9 +44,10 @@ class _PatientOutput:
 
 def console() -> Console:
     """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
-    if sys.stdout.isatty():
-        return Console(highlight=False, markup=False, emoji=False)
-    file = cast("TextIO", _PatientOutput(sys.stdout))
+    plain = Console(highlight=False, markup=False, emoji=False)
+    if plain.file.isatty():
+        return plain
+    file = cast("TextIO", _PatientOutput(plain.file))  # which there is also where standard output was closed
     return Console(file=file, highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
 
 

@@ -112,6 +112,11 @@ def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart() -> None:
     assert lines[2].split()[-1] == "GPU-8f2c1f3e-1"
 
 
+def test_a_closed_output_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    console().print("text")
+
+
 def test_a_log_on_a_disk_that_is_full_for_a_moment_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Disk(io.StringIO):
         error: OSError | None = OSError(errno.ENOSPC, "No space left on device")

@@ -106,7 +106,7 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     print(f"the {node.kind} is up; log: {node.log}")
     if node.kind == "head":
         _show_next(node)
-    sys.stdout.flush()
+    print(end="", flush=True)
     return _wait_and_end(node) if options.block else 0
 
 

@@ -288,7 +288,7 @@ def _flush_files() -> None:
 
 
 def _end_now(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed from the start is None
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)

@@ -56,7 +56,8 @@ def begin_again(
     if address is not None:  # config.yaml, which others may take, has no such address
         os.environ["RAY_ADDRESS"] = address
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):  # a log on a disk that is full is no reason to end
+            print(end="", file=stream, flush=True)
     with contextlib.suppress(ChildProcessError):  # what ended and was never waited for would stay, as a zombie
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

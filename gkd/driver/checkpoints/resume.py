@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ _FILES_OF_SET = re.compile(r"data\.val_sets\.[^.]+\.files")
 
 _OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")
 """Settings that change nothing of what a run computes."""
+
+
+DAY = "day"
+"""Beside the fingerprints of a checkpoint: the day that a run's prompts state, in ISO 8601."""
 
 
 def explain_finished(config: Config, output: Path) -> str | None:
@@ -133,6 +138,15 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
         if not _is_of(key, _OWN) and here.get(key) != there.get(key)
     ]
     return f"goes on with other settings: {', '.join(changed)}" if changed else ""
+
+
+def day_of(saved: SavedCheckpoint | None) -> date:
+    """Return the day that a run's prompts state: that on which it began; today of one that begins.
+
+    Checkpoints of earlier versions do not have it.
+    """
+    day = None if saved is None else saved.data.get(DAY)
+    return date.today() if day is None else date.fromisoformat(day)
 
 
 def require_same_data(saved: SavedCheckpoint, data: Mapping[str, str]) -> None:

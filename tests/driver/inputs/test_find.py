@@ -6,13 +6,18 @@ import json
 import logging
 import shutil
 from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gkd.cli.train import _find_inputs
 from gkd.config import Config, load
 from gkd.config.rewards import Reward
+from gkd.data.layouts import stated_day
+from gkd.driver.checkpoints.resume import day_of
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
 from tests.data.models import TEMPLATE, save_model, save_reward_model, word_tokenizer
@@ -138,6 +143,23 @@ def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(m
     one, moved, other = fingerprints("x.jsonl", "b"), fingerprints("y.jsonl", "b"), fingerprints("y.jsonl", "c")
     assert one.keys() == {"train", "val", "val_sets.hard", "model.path"}
     assert one == moved and one["val_sets.hard"] != other["val_sets.hard"]
+
+
+def test_prompts_state_the_day_on_which_their_run_began(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama 3.2's template does: a run that went on after midnight was refused for other prompts."""
+    monkeypatch.setattr("gkd.data.layouts._STATED", {})
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }} a{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    save_model(models / "dated", len(tokenizer), tokenizer)
+    config = own(models, "dated", apply_chat_template=True)
+    saved: Any = SimpleNamespace(data={"day": "2020-02-29"})
+    today = _find_inputs(config, None, lambda line: None)
+    monkeypatch.setattr("gkd.driver.checkpoints.resume.require_same_data", lambda *_: None)
+    monkeypatch.setattr("gkd.driver.checkpoints.resume.differences", lambda *_: "")
+    began = _find_inputs(config, saved, lambda line: None)
+    assert [one.train.prompts[0].text[:10] for one in (today, began)] == [date.today().isoformat(), "2020-02-29"]
+    saved.data = {}  # an earlier version's
+    assert day_of(saved) == day_of(None) == date.today() != stated_day()
 
 
 @pytest.mark.parametrize("templated", [False, True])
