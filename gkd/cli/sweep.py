@@ -7,14 +7,16 @@ report. Before the first run begins all settings are checked, and that the model
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from rich.table import Table
 from gkd.cli.compare import show_each_score
 from gkd.cluster.session.shutdown import defer_signals
 from gkd.config import Config, user_path
+from gkd.config.loading import names_file
 from gkd.config.output_files import METRICS, REPORT
 from gkd.config.overrides import literal_override, shell_override
 from gkd.driver.output_dir import claim, make_directory, require_no_run, require_writable
@@ -40,6 +43,8 @@ MAX_COMPARED = 32
 """Runs that are compared with the first at the end."""
 INPUTS = {"model", "teacher", "reference", "reward_model", "data"}
 """Sections that name models and data: runs with the same of these, and the same groups, have the same files."""
+SETTINGS = "settings.yaml"
+"""Copy of the file of settings that a sweep was given, in its directory."""
 MAX_NAME = 200
 """Characters of a run's directory."""
 
@@ -67,6 +72,7 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     _require_files(configs)
     make_directory(directory)
     require_writable(directory)
+    runs = keep_file(runs, directory)
     out = console()
     codes: dict[Path, int] = {}
     descriptor = claim(directory)  # by which gkd report --watch knows, between two runs, that there are more
@@ -81,6 +87,17 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     finally:
         os.close(descriptor)
     return 2 if 2 in codes.values() else int(any(codes.values()))
+
+
+def keep_file(runs: Sequence[SweptRun], directory: Path) -> list[SweptRun]:
+    """Return runs that have a copy in ``directory`` in place of a file of settings, which may be edited meanwhile."""
+    kept = directory / SETTINGS
+    files = {override for run in runs for override in run.overrides if names_file(override)}
+    for file in files:  # of several, one is refused before
+        with contextlib.suppress(shutil.SameFileError):
+            shutil.copyfile(user_path(file), kept)
+    named = dict.fromkeys(files, str(kept))
+    return [replace(run, overrides=tuple(named.get(text, text) for text in run.overrides)) for run in runs]
 
 
 def _require_files(configs: Sequence[Config]) -> None:
@@ -106,7 +123,6 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
     from hydra.core.override_parser.types import Glob, IntervalSweep
 
     from gkd.config.compose import parse_overrides
-    from gkd.config.loading import names_file
 
     choices: list[list[tuple[str, str]]] = []  # of each override: what a run is named for it, and what it is written as
     for override in overrides:

@@ -46,6 +46,18 @@ def test_a_run_for_each_combination(tmp_path: Path) -> None:
     assert one == SweptRun("model.path=__m_a_b_", ("model.path='/m/a b'",)) and other.name == "model.path=__m_c_"
 
 
+def test_all_runs_have_the_file_as_it_was_when_the_first_began(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: grpo\nactor: {lr: 1e-5}\n")
+    directory = tmp_path / "sweep"
+    directory.mkdir()
+    for given in (file, directory / sweep.SETTINGS):  # as where an interrupted one is given its own
+        runs = sweep.keep_file(list(expand([str(given), "trainer.seed=0,1"])), directory)
+        file.write_text("recipe: grpo\nactor: {lr: 0.5}\n")
+        assert [run.name for run in runs] == ["trainer.seed=0", "trainer.seed=1"]
+        assert [configure(run.overrides).actor.lr for run in runs] == [1e-5, 1e-5]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
