@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any, Self, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.status import Status
@@ -18,20 +18,20 @@ STAYS_EVERY_S = 60.0
 
 
 class _PatientOutput:
-    """Standard output; what a disk that is full does not take is written later, or lost: a run goes on meanwhile."""
+    """Output of a console; what a disk that is full does not take is written later, or lost: a run goes on."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def __init__(self, plain: Console) -> None:
+        self._plain = plain  # whose file is standard output as it is by then, which a program may replace
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self._plain.file, name)
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        self._try(lambda: self._plain.file.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        self._try(self._plain.file.flush)
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -47,7 +47,7 @@ def console() -> Console:
     plain = Console(highlight=False, markup=False, emoji=False)
     if plain.file.isatty():
         return plain
-    file = cast("TextIO", _PatientOutput(plain.file))  # which there is also where standard output was closed
+    file = cast("TextIO", _PatientOutput(plain))
     return Console(file=file, highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
 
 

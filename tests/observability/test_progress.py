@@ -112,6 +112,17 @@ def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart() -> None:
     assert lines[2].split()[-1] == "GPU-8f2c1f3e-1"
 
 
+def test_output_that_is_replaced_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, and by a program that captures what one call prints."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", first)
+    out = console()
+    first.close()
+    monkeypatch.setattr(sys, "stdout", second)
+    out.print("text")
+    assert second.getvalue() == "text\n"
+
+
 def test_a_closed_output_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     console().print("text")
