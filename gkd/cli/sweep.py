@@ -72,11 +72,11 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     _require_files(configs)
     make_directory(directory)
     require_writable(directory)
-    runs = keep_file(runs, directory)
     out = console()
     codes: dict[Path, int] = {}
     descriptor = claim(directory)  # by which gkd report --watch knows, between two runs, that there are more
     try:
+        runs = keep_file(runs, directory)
         for number, (run, config) in enumerate(zip(runs, configs, strict=True), 1):
             out.print(f"\nrun {number} of {len(runs)}: {run.name}", soft_wrap=True)
             codes[directory / run.name] = _run(run, config, directory, descriptor)

@@ -111,7 +111,7 @@ def run(config: Config, overrides: Sequence[str] | None = None, on_step: OnStep 
     from gkd.observability.tracking import require_trackers
 
     started = time.monotonic()
-    out = console()
+    out = console(patient=True)
     log_to(out)
     require_trackers(config)
     if run_address(config.cluster) is None:  # workers are on this machine

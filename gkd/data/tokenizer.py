@@ -179,7 +179,7 @@ def read_tokenizer(directory: str) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # Of Mistral's own format only the ids are what other tokenizers have.
+    # Mistral's own reader, of a tekken.json beside it, has no chat template and is not written as a tokenizer.json.
     only = {"local_files_only": True, "trust_remote_code": False, "mistral_format": False}
     tokenizer = AutoTokenizer.from_pretrained(directory, **only)
     file, backend = Path(directory, "tokenizer.json"), getattr(tokenizer, "backend_tokenizer", None)

@@ -42,12 +42,15 @@ class _PatientOutput:
             pass  # there is no other place to state it, and metrics.jsonl has what the lines have
 
 
-def console() -> Console:
-    """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped."""
+def console(patient: bool = False) -> Console:
+    """Return standard output; as wide as a line needs where it is not a terminal, so that nothing is wrapped.
+
+    ``patient``: it raises nothing where its disk is full, as a run's log may be for a moment.
+    """
     plain = Console(highlight=False, markup=False, emoji=False)
     if plain.file.isatty():
         return plain
-    file = cast("TextIO", _PatientOutput(plain))
+    file = cast("TextIO", _PatientOutput(plain)) if patient else None
     return Console(file=file, highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
 
 

@@ -130,7 +130,8 @@ class ChatModel:
             text = text.replace(secret, "***")
         if isinstance(error, NoCompletion):
             return repr(one_line(text)[:MOST_SHOWN])
-        text = one_line(text) if len(text) <= MOST_SHOWN else f"{one_line(text[:MOST_SHOWN])} ..."
+        if len(text) > MOST_SHOWN:
+            text = f"{text[:MOST_SHOWN]} ..."
         kinds = [type(own).__name__ for own in (error, error.__cause__) if own is not None]
         text = one_line(": ".join([*kinds, *filter(None, [text])]))
         if getattr(error, "status_code", None) in NEEDS_KEY and not self._settings.key():

@@ -275,3 +275,13 @@ def test_texts_are_split_and_joined_as_the_file_states(model: Path) -> None:
         assert ids == stated.encode(text).ids and tokenizer.decode(ids) == text
         assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", "x")
         tokenizer.save_pretrained(model / "written")
+
+
+def test_mistrals_own_format_beside_a_tokenizer_changes_nothing(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(template="x")
+    model = save_model(tmp_path / "model", tokenizer=tokenizer)
+    stated = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**stated, "model_type": "mistral"}))
+    (model / "tekken.json").write_text("{}")
+    read = read_tokenizer(str(model))
+    assert read.get_vocab() == tokenizer.get_vocab() and read.chat_template == "x"

@@ -116,7 +116,7 @@ def test_output_that_is_replaced_is_not_written_to(monkeypatch: pytest.MonkeyPat
     """As in a notebook, and by a program that captures what one call prints."""
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", first)
-    out = console()
+    out = console(patient=True)
     first.close()
     monkeypatch.setattr(sys, "stdout", second)
     out.print("text")
@@ -125,7 +125,7 @@ def test_output_that_is_replaced_is_not_written_to(monkeypatch: pytest.MonkeyPat
 
 def test_a_closed_output_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    console().print("text")
+    console(patient=True).print("text")
 
 
 def test_a_log_on_a_disk_that_is_full_for_a_moment_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_log_on_a_disk_that_is_full_for_a_moment_ends_nothing(monkeypatch: pyt
 
     disk = Disk()
     monkeypatch.setattr(sys, "stdout", disk)
-    out = console()
+    out = console(patient=True)
     out.print("full")
     disk.error = None
     out.print("later")
@@ -146,3 +146,6 @@ def test_a_log_on_a_disk_that_is_full_for_a_moment_ends_nothing(monkeypatch: pyt
     disk.error = BrokenPipeError()
     with pytest.raises(BrokenPipeError):
         out.file.flush()
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space"):
+        console().print("table")

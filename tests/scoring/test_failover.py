@@ -557,6 +557,16 @@ def test_scores_of_other_positions_than_were_asked_for_are_no_answer() -> None:
     assert not pending.future.done() and dispatcher._pending
 
 
+def test_replicas_share_no_thread_of_zeromq(serve: Serve, connect: Connect) -> None:
+    """Which looks a name up again at each reconnect, and moves nothing meanwhile: healthy replicas went out with it."""
+    client = connect(*(serve(TableEngine()).server.address for _ in range(2)))
+    client.connect(30)
+    first, second = (replica.socket.context for replica in client.replicas)
+    assert first is not second
+    client.close()
+    assert first.closed and second.closed
+
+
 def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_lost(serve: Serve) -> None:
     """Twice what the engine works on at a time, between four clients."""
     address = serve(TableEngine(capacity=8)).server.address
@@ -570,4 +580,4 @@ def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_
         replica.reset(0.0)
         assert replica.load == 0
     finally:
-        replica.socket.close(linger=0)
+        replica.close()
