@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import psutil
