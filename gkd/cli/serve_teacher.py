@@ -29,10 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for gkd train; gkd settings teacher lists those of a teacher")
     overrides = parser.parse_args(arguments).overrides
     stop = ServerStop()
-    config = compose_server(overrides)
-    from gkd.scoring.standalone import serve
+    with stop.keep_exit_code():
+        config = compose_server(overrides)
+        from gkd.scoring.standalone import serve
 
-    return serve(config, stop)
+        return serve(config, stop)
 
 
 def compose_server(overrides: Sequence[str]) -> Config:

@@ -320,6 +320,16 @@ class ServerStop:
         if not self.serving:
             raise SystemExit(self.code)
 
+    @contextlib.contextmanager
+    def keep_exit_code(self) -> Iterator[None]:
+        """Leave with the signal's code also where a library that loads a model makes another error of it."""
+        try:
+            yield
+        except BaseException:
+            if self.event.is_set() and not self.serving:
+                raise SystemExit(self.code) from None
+            raise
+
     def _report_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Leave out a SystemExit that finds a finalizer: it is lost there, and the end comes after the model's."""
         if not (self.event.is_set() and unraisable.exc_type is SystemExit):

@@ -32,10 +32,11 @@ def test_ctrl_c_while_the_model_loads(model: Path) -> None:
     time.sleep(1.0)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and out == "" and "Traceback" not in err
+    assert (process.returncode, out) == (130, ""), err
+    assert "Traceback" not in err
 
 
-SWALLOWS_A_SIGNAL = """
+HIDE_A_SIGNAL = """
 import os, signal, time
 from gkd.inference.torch_scorer import TorchScorer
 
@@ -44,19 +45,34 @@ class Finalized:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
 
-class Deaf(TorchScorer):
+class Swallows(TorchScorer):
     def __init__(self, spec):
         Finalized()
         super().__init__(spec)
+
+class Passes(TorchScorer):
+    def __init__(self, spec):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+class Converts(TorchScorer):
+    def __init__(self, spec):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        except BaseException as error:
+            raise ImportError("initialization failed") from error
 """
 
 
-def test_ctrl_c_that_a_library_swallows_while_the_model_loads(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "deaf.py").write_text(SWALLOWS_A_SIGNAL)
+@pytest.mark.parametrize("engine", ["Swallows", "Passes", "Converts"])
+def test_ctrl_c_that_finds_another_s_code_while_the_model_loads(engine: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(HIDE_A_SIGNAL)
     settings = [f"teacher.model.path={model}", f"teacher.server_port={free_port()}"]
-    process = serve(*settings, f"teacher.engine={tmp_path}/deaf.py:Deaf")
+    process = serve(*settings, f"teacher.engine={tmp_path}/engine.py:{engine}")
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out == "" and "Traceback" not in err
+    assert (process.returncode, out) == (130, ""), err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
