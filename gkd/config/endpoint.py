@@ -22,7 +22,7 @@ class OpenAIEndpoint(Settings):
     model: str = Field("", description="name of the model there")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, on nodes that call it")
     timeout_s: WaitSeconds = Field(600.0, description="time one attempt has, up to the last byte of its answer")
-    retries: int = Field(2, ge=0, description="further attempts after one that failed")
+    retries: int = Field(4, ge=0, description="further attempts after one that failed")
 
     @model_validator(mode="after")
     def _endpoint_is_named(self) -> Self:

@@ -25,7 +25,7 @@ NEEDS_KEY = (401, 403)
 MAY_PASS = (408, 409, 429)  # beside errors of the server
 MOST_SHOWN = 400
 """Characters of what an endpoint says of a failure."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,15 @@ class ChatModel:
         self._client, self._settings, self._section, self._dispensable = client, settings, section, dispensable
         self._name = f"{section}: {settings.public_url}"
         self._refused: set[str] = set()
+        self._has_answered = False
 
     async def complete(self, question: str, **request: Any) -> ChatReply:
         """Return a chat completion. ``question``: what messages call it.
 
         Each of the attempts has ``timeout_s``, all of them as often that, with the pauses between them: an attempt that
-        fails early leaves its time to a pause. Raises
-        QuestionRefused where the endpoint does not take it, and RunFailed, which states the last attempt, where none
-        succeeds. One that is cancelled states it as well, in a note.
+        fails early leaves its time to a pause. Raises QuestionRefused where the endpoint does not take it, and
+        RunFailed, which states the last attempt, where none succeeds. One that is cancelled states it as well, in a
+        note.
         """
         failures: list[str] = []
         try:
@@ -76,7 +77,9 @@ class ChatModel:
         for attempt in range(1, n + 1):
             try:
                 async with asyncio.timeout(limit_s):
-                    return read_reply(await self._ask(request))
+                    reply = read_reply(await self._ask(request))
+                self._has_answered = True
+                return reply
             except (BadRequestError, UnprocessableEntityError) as error:
                 raise QuestionRefused(f"{self._name} refuses {question}: {self._describe(error)}") from None
             except (OpenAIError, TimeoutError, ValueError) as error:
@@ -86,7 +89,7 @@ class ChatModel:
                 left = max(0.0, start + attempt * limit_s - clock())  # so that the next attempt has all of its own time
                 pause = _requested_pause(error)
                 if pause is None:
-                    pause = min(FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10), LONGEST_PAUSE_S, left)
+                    pause = min(_usual_pause(attempt, self._has_answered), left)
                 elif pause > left:
                     setting = f"{self._section}.timeout_s={limit_s:g}"
                     failures[-1] += f"; it asks to wait {pause:.0f} s, and {setting} leaves {left:.0f} s"
@@ -171,6 +174,16 @@ def _may_pass(error: Exception) -> bool:
     """Return whether another attempt may succeed: any failure but an answer of the kind that stays the same."""
     status = getattr(error, "status_code", None)
     return status is None or status in MAY_PASS or status >= 500
+
+
+def _usual_pause(attempt: int, has_answered: bool) -> float:
+    """Return the seconds to wait after an attempt, the first of which is 1, where the time left allows them.
+
+    An endpoint that has answered before may be starting again, which takes a minute or two; one that never has is
+    rather named wrong, which is to be said soon.
+    """
+    growth = 8.0 if has_answered else 2.0
+    return min(FIRST_PAUSE_S * growth ** min(attempt - 1, 10), LONGEST_PAUSE_S)
 
 
 def _requested_pause(error: Exception) -> float | None:

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TypeAlias
+from dataclasses import dataclass
+from itertools import count
 
 from gkd.config import Reward
+from gkd.config.base import LONGEST_S
 from gkd.rewards.completion import Completion
 from gkd.rewards.process import RewardError, RewardProcess, Timed
 
-_RewardCall: TypeAlias = tuple[str, Sequence[Completion], list[Future[Timed]]]
-"""A function, what it is to be called with, and the reward of each."""
+LOOK_S = 0.02
+"""Time after which a process that could do more is looked at again for what waits by then."""
+
+
+@dataclass(frozen=True, eq=False)
+class RewardCall:
+    """A function, what it is to be called with, and the reward of each; ``number`` counts calls as they were asked
+    for.
+    """
+
+    number: int
+    name: str
+    group: Sequence[Completion]
+    futures: Sequence[Future[Timed]]
+
+    def fail(self, error: Exception) -> None:
+        """Have all its rewards fail."""
+        for future in self.futures:
+            future.set_exception(error)
 
 
 class RewardPool:
@@ -27,7 +46,10 @@ class RewardPool:
     def __init__(self, settings: Reward, temporary: str | None = None) -> None:
         self._names, self._of_groups = settings.functions_scored_by(None), settings.group_functions()
         self._settings = settings
-        self._waiting: deque[_RewardCall] = deque()
+        self._numbers = count()
+        self._waiting: dict[str, deque[RewardCall]] = {name: deque() for name in self._names}
+        self._n_at_work: Counter[str] = Counter()  # processes, by the function that they evaluate
+        self._turning: RewardProcess | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._processes = [RewardProcess(settings, temporary) for _ in range(settings.workers if self._names else 0)]
@@ -59,7 +81,8 @@ class RewardPool:
                 for future in [future for own in futures for future in own.values()]:
                     future.set_exception(RewardError("CancelledError: the rewards are no longer computed"))
                 return futures
-            self._waiting.extend((name, group, [own[name] for own in futures]) for name in names)
+            for name in names:
+                self._waiting[name].append(RewardCall(next(self._numbers), name, group, [own[name] for own in futures]))
             self._changed.notify_all()
         return futures
 
@@ -76,33 +99,88 @@ class RewardPool:
 
     def _evaluate(self, process: RewardProcess) -> None:
         """Work in turn on what waits, until the pool is closed."""
-        while items := self._take_waiting():
-            name, futures = items[0][0], [future for _, _, its in items for future in its]
-            try:
-                answers = process.evaluate(name, [group for _, group, _ in items], self._settings.timeout_s)
-            except Exception as error:
-                for future in futures:
-                    future.set_exception(error)
-                continue
-            for future, answer in zip(futures, answers, strict=True):
-                if isinstance(answer, str):
-                    future.set_exception(RewardError(answer))
-                else:
-                    future.set_result(answer)
+        name = None
+        while call := self._take_next(process, name):
+            name = call.name
+            self._evaluate_function(process, call)
         process.close()
 
-    def _take_waiting(self) -> list[_RewardCall]:
-        """Wait for what is to be evaluated next: one item, or several of one async function; none once closed."""
+    def _evaluate_function(self, process: RewardProcess, call: RewardCall | None) -> None:
+        """Have a process evaluate ``call``, and further ones of its function while some are under way."""
+        under_way: dict[int, RewardCall] = {}
+        n_started = 0
+        while call is not None or under_way:
+            if call is not None:
+                try:
+                    process.send(call.number, call.name, call.group, self._settings.timeout_s)
+                    under_way[call.number] = call
+                    n_started += len(call.group)
+                except Exception as error:
+                    call.fail(error)
+            else:
+                self._receive(process, under_way)
+            call = self._take_further(process, list(under_way.values()), n_started)
+
+    def _receive(self, process: RewardProcess, under_way: dict[int, RewardCall]) -> None:
+        """Give what has come of the calls under way to those who wait for it."""
+        try:
+            name = next(iter(under_way.values())).name
+            answer = process.receive(LOOK_S if self._settings.is_async(name) else LONGEST_S)
+        except Exception as error:
+            for call in under_way.values():
+                call.fail(error)
+            under_way.clear()
+            return
+        if answer is None:
+            return
+        number, rewards = answer
+        for future, reward in zip(under_way.pop(number).futures, rewards, strict=True):
+            if isinstance(reward, str):
+                future.set_exception(RewardError(reward))
+            else:
+                future.set_result(reward)
+
+    def _take_next(self, process: RewardProcess, done: str | None) -> RewardCall | None:
+        """Wait for what a process that has evaluated ``done`` is to evaluate next; None once closed.
+
+        That is of the function which the fewest work at, so that one that many wait for holds up no other.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
-                return []
-            name = self._waiting[0][0]
-            n_together = len(self._waiting[0][1])
-            at_once = max(1, self._settings.concurrency // n_together) if self._settings.is_async(name) else 1
-            if at_once == 1:
-                return [self._waiting.popleft()]
-            items = [item for item in self._waiting if item[0] == name][:at_once]
-            chosen = set(map(id, items))
-            self._waiting = deque(item for item in self._waiting if id(item) not in chosen)
-            return items
+            if done is not None:
+                self._n_at_work[done] -= 1
+            if self._turning is process:
+                self._turning = None
+            self._changed.wait_for(lambda: any(self._waiting.values()) or self._closed)
+            heads = [calls[0] for calls in self._waiting.values() if calls]
+            if not heads:
+                return None
+            name = min(heads, key=lambda call: (self._n_at_work[call.name], call.number)).name
+            self._n_at_work[name] += 1
+            return self._waiting[name].popleft()
+
+    def _take_further(
+        self, process: RewardProcess, under_way: Sequence[RewardCall], n_started: int
+    ) -> RewardCall | None:
+        """Return what a process may evaluate beside what it has ``under_way``; None for nothing.
+
+        That is more of an async function, up to ``reward.concurrency`` samples. Where nobody evaluates a function that
+        is waited for, the process that has begun as many turns to that one.
+        """
+        if not under_way or not self._settings.is_async(name := under_way[0].name):
+            return None
+        with self._changed:
+            n_samples, waiting = sum(len(call.group) for call in under_way), self._waiting[name]
+            if not waiting or n_samples + len(waiting[0].group) > self._settings.concurrency:
+                return None
+            if n_started >= self._settings.concurrency and self._is_to_turn(name):
+                self._turning = process
+            return None if self._turning is process else waiting.popleft()
+
+    def _is_to_turn(self, name: str) -> bool:
+        """Return whether one of those who evaluate ``name`` is to turn to what nobody evaluates."""
+        others = [its for its in self._names if its != name]
+        if self._turning is not None or any(
+            self._n_at_work[its] and not self._settings.is_async(its) for its in others
+        ):
+            return False  # one that evaluates single calls comes round to it
+        return any(self._waiting[its] and not self._n_at_work[its] for its in others)

@@ -1,4 +1,4 @@
-"""A process that computes rewards, one at a time, and is replaced when it hangs or dies.
+"""A process that computes rewards, several at a time of an async function, and is replaced when it hangs or dies.
 
 Each has a pipe of its own: whatever happens to one, in the middle of whatever, the others do not notice.
 """
@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -52,6 +52,8 @@ Timed: TypeAlias = tuple[float | None, float]
 
 CompletionGroup: TypeAlias = Sequence[Completion]
 """What a function is called with at a time: all samples of a prompt, or one sample."""
+_Request: TypeAlias = tuple[int, str, CompletionGroup, float]
+"""A number, the name of a function, what it is called with, and its time limit, seconds."""
 
 
 class RewardError(Exception):
@@ -67,35 +69,47 @@ class RewardProcess:
     def __init__(self, settings: Reward, temporary: str | None = None) -> None:
         self._settings, self._temporary = settings, temporary
         self._ending = False
+        self._due: dict[int, tuple[float, float]] = {}  # of what it computes: until when (time.monotonic), its limit
         self._start()
 
-    def evaluate(self, name: str, groups: Sequence[CompletionGroup], timeout_s: float) -> list[Timed | str]:
-        """Return the reward of one function for each completion, and how long it took, or what it raised.
+    def send(self, number: int, name: str, group: CompletionGroup, timeout_s: float) -> None:
+        """Have one function rate a completion, or those that it rates together; :meth:`receive` gives it by ``number``.
 
-        ``groups``: what the function is called with each time, one completion or those that it rates together. An
-        async function is called for all groups at the same time, others for one after the other. Raises RewardError
-        when the function needs longer than ``timeout_s`` a completion, or ends its process.
+        An async function rates any number of groups at the same time, any other one. ``timeout_s``: of each completion.
+        Raises RewardError where there is no process that could.
         """
-        limit_s = timeout_s * max(map(len, groups))
         if self._ending:
             raise RewardError("CancelledError: the rewards are no longer computed")
-        if not self._is_ready():  # ended while it had nothing to do, which costs nobody anything
+        if not self._due and not self._is_ready():  # ended while it had nothing to do, which costs nobody anything
             self._restart()
             if not self._is_ready():
                 raise RewardError(f"ChildProcessError: the process of the rewards does not start: {self._end()}")
+        limit_s = timeout_s * len(group)
+        with suppress(OSError):  # it has ended, or reads nothing, which is found when it is to answer
+            self._connection.send((number, name, group, limit_s))
+        self._due[number] = time.monotonic() + limit_s + GRACE_S * self._settings.is_async(name), limit_s
+
+    def receive(self, wait_s: float) -> tuple[int, list[Timed | str]] | None:
+        """Return the number of a group and its rewards, with how long they took, or what its function raised.
+
+        None where nothing has come within ``wait_s``. Raises RewardError, which is of all groups under way, when one
+        needs longer than it may, or ends the process.
+        """
+        due, limit_s = min(self._due.values())
         try:
-            self._connection.send((name, groups, limit_s))
-            answers = self._answer(limit_s + GRACE_S * self._settings.is_async(name))
+            answer = self._read(max(0.0, min(wait_s, due - time.monotonic())))
         except (EOFError, OSError):
             end = self._end()
             self._restart()
             raise RewardError(f"ChildProcessError: the process that computed it {end}") from None
-        if answers is None:
+        if answer is None:
+            if time.monotonic() < due:
+                return None
             self._restart()
             raise RewardError(_describe_delay(limit_s))
-        if isinstance(answers, str):
-            raise RewardError(answers)
-        return answers
+        number, values = answer
+        del self._due[number]
+        return number, [value if isinstance(value, str) else (value[0], value[1]) for value in values]
 
     def end(self) -> None:
         """End the process for good, whatever it is doing; from any thread. An evaluation under way fails."""
@@ -126,6 +140,7 @@ class RewardProcess:
         self._greeted = False
 
     def _restart(self) -> None:
+        self._due.clear()
         self.close()
         self._start()
         if self._ending:
@@ -138,22 +153,19 @@ class RewardProcess:
         if self._greeted:
             return True
         try:
-            failure = self._answer(START_TIMEOUT_S)
+            failure = self._read(START_TIMEOUT_S)
         except (EOFError, OSError):
             return False
-        if isinstance(failure, str) and failure:
+        if failure:
             raise RewardError(failure)
         self._greeted = failure == ""
         return self._greeted
 
-    def _answer(self, timeout_s: float) -> list[Timed | str] | str | None:
+    def _read(self, timeout_s: float) -> Any:
         """Return what the process sends next, None for nothing in time. Raises EOFError or OSError when it ends."""
         if not self._connection.poll(min(timeout_s, LONGEST_S)):  # of many completions
             return None
-        answer = json.loads(self._connection.recv_bytes())
-        if isinstance(answer, str):
-            return answer
-        return [value if isinstance(value, str) else (value[0], value[1]) for value in answer]
+        return json.loads(self._connection.recv_bytes())
 
     def _end(self) -> str:
         """Return how the process ended."""
@@ -178,7 +190,7 @@ def serve(connection: Connection) -> None:
 
 
 def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
-    """Evaluate what comes. Sends "" once ready, then lists of Timed or texts of errors."""
+    """Evaluate what comes. Sends "" once ready, then the number of each group with its Timed or texts of errors."""
     functions: dict[str, RewardCallable] = {}
     try:
         reward = Reward.model_validate(settings)
@@ -188,20 +200,29 @@ def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
         connection.send_bytes(json.dumps(describe_raised(error)).encode())
         return
     connection.send_bytes(b'""')
-    process = os.getpid()
+    answer = partial(_send_answers, connection, os.getpid())
     with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
         while True:
             try:
-                name, groups, timeout_s = connection.recv()
+                number, name, group, _ = request = connection.recv()
             except (EOFError, OSError):
                 return
             if reward.is_async(name):
-                answers = runner.run(_gather_answers(functions[name], groups, timeout_s, name in of_groups))
+                runner.run(_evaluate_as_they_come(functions, of_groups, connection, request, answer))
             else:  # outside of the loop, as the function may run one of its own
-                answers = [_evaluate(functions[name], group, name in of_groups, runner.run) for group in groups]
-            if os.getpid() != process:  # a copy that the function made of this one, and whose answer nobody awaits
-                os._exit(0)
-            connection.send_bytes(json.dumps(list(chain.from_iterable(answers))).encode())
+                answer(number, _evaluate(functions[name], group, name in of_groups, runner.run))
+
+
+def _send_answers(connection: Connection, process: int, number: int, answers: list[Timed | str]) -> None:
+    _require_process(process)
+    with suppress(OSError):  # nobody is left to read it, which is found where the next request is to come
+        connection.send_bytes(json.dumps([number, answers]).encode())
+
+
+def _require_process(process: int) -> None:
+    """End a copy that a function has made of this process, whose answers nobody awaits."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def _evaluate(
@@ -221,21 +242,55 @@ def _evaluate(
         return [describe_raised(error)] * len(group)
 
 
-async def _gather_answers(
-    function: RewardCallable, groups: Sequence[CompletionGroup], timeout_s: float, whole: bool = False
-) -> list[list[Timed | str]]:
-    """Evaluate an async function for all ``groups`` at the same time, each with a time limit; as :func:`_evaluate`."""
+async def _evaluate_as_they_come(
+    functions: Mapping[str, RewardCallable],
+    of_groups: Collection[str],
+    connection: Connection,
+    first: _Request,
+    answer: Callable[[int, list[Timed | str]], None],
+) -> None:
+    """Evaluate async functions for what comes, each with a time limit, until none is under way.
 
-    async def ask(group: CompletionGroup) -> list[Timed | str]:
-        started = time.monotonic()
+    Each is answered as soon as it is known: one that takes long keeps no other one from its place.
+    """
+    loop, process = asyncio.get_running_loop(), os.getpid()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def evaluate(number: int, name: str, group: CompletionGroup, timeout_s: float) -> None:
+        answer(number, await _evaluate_async(functions[name], group, timeout_s, name in of_groups))
+
+    def read() -> None:
+        _require_process(process)
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                result = await function(group if whole else group[0])  # type: ignore[misc]
-            return _time_rewards(result, len(group), whole, started)
-        except BaseException as error:
-            return [_describe_delay(timeout_s, error) if limit.expired() else describe_raised(error)] * len(group)
+            tasks.add(loop.create_task(evaluate(*connection.recv())))
+        except (EOFError, OSError):
+            loop.remove_reader(connection.fileno())
+            for task in tasks:
+                task.cancel()
 
-    return await asyncio.gather(*map(ask, groups))
+    loop.add_reader(connection.fileno(), read)
+    try:
+        tasks.add(loop.create_task(evaluate(*first)))
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            tasks -= done
+            for task in done:
+                task.result()
+    finally:
+        loop.remove_reader(connection.fileno())
+
+
+async def _evaluate_async(
+    function: RewardCallable, group: CompletionGroup, timeout_s: float, whole: bool = False
+) -> list[Timed | str]:
+    """Evaluate an async function with a time limit; as :func:`_evaluate`."""
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            result = await function(group if whole else group[0])  # type: ignore[misc]
+        return _time_rewards(result, len(group), whole, started)
+    except BaseException as error:
+        return [_describe_delay(timeout_s, error) if limit.expired() else describe_raised(error)] * len(group)
 
 
 def _time_rewards(result: Any, n: int, whole: bool, started: float) -> list[Timed | str]:

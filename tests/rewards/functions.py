@@ -46,6 +46,28 @@ def forks(completion: Completion) -> float:
     return 0.5 if os.fork() else 1.0
 
 
+async def forks_later(completion: Completion) -> float:
+    """Makes a copy of its process while others are under way there."""
+    await asyncio.sleep(0.05 * completion.n_tokens)
+    return 0.5 if os.fork() else 1.0
+
+
+async def longer(completion: Completion) -> float:
+    """Takes as many seconds as the response has tokens."""
+    await asyncio.sleep(completion.n_tokens)
+    return completion.n_tokens
+
+
+async def blocks_or_ends(completion: Completion) -> float:
+    """Blocks its process for a response of 2 tokens, ends it for one of 3, and waits for any other."""
+    if completion.n_tokens == 2:
+        time.sleep(600)
+    if completion.n_tokens == 3:
+        os._exit(7)
+    await asyncio.sleep(0.1)
+    return completion.n_tokens
+
+
 def takes_nothing() -> float:
     return 1.0
 

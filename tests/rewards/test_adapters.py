@@ -13,7 +13,7 @@ from gkd.config.rewards import REWARDS
 from gkd.errors import ConfigError
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import DOES_NOT_APPLY, Completion
-from gkd.rewards.process import _evaluate, _gather_answers
+from gkd.rewards.process import _evaluate, _evaluate_async
 from tests.rewards.functions import PLACE
 
 HERE = "tests.rewards.functions:"
@@ -156,8 +156,8 @@ def test_an_async_function_is_asked_about_all_at_once_each_with_a_limit() -> Non
     settings = settings_of("slow")
     assert settings.is_async(HERE + "slow") and not settings_of("words").is_async(HERE + "words")
     slow = resolve(HERE + "slow", settings)
-    (first,), (late,), (other,) = asyncio.run(
-        _gather_answers(slow, [[make_completion("", n=n)] for n in (1, 3, 2)], 0.8)
+    (first,), (late,), (other,) = (
+        asyncio.run(_evaluate_async(slow, [make_completion("", n=n)], 0.8)) for n in (1, 3, 2)
     )
     assert (first[0], other[0]) == (1.0, 2.0)
     assert late.startswith("TimeoutError: ") and late.endswith(" 0.8 s (reward.timeout_s)")

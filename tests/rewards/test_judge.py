@@ -18,7 +18,7 @@ from gkd.config import load
 from gkd.errors import ConfigError, QuestionRefused, RunFailed
 from gkd.rewards.completion import Completion
 from gkd.rewards.judge import Judge
-from gkd.rewards.process import _gather_answers
+from gkd.rewards.process import _evaluate_async
 from tests.error_text import contains_in_order
 
 COMPLETION = Completion("2 + 2 =", "it is {answer}", "4", 5, 10, False)
@@ -170,15 +170,35 @@ def test_a_pause_that_is_asked_for_is_made_where_there_is_time(endpoint: Endpoin
         judged(endpoint)
 
 
+def test_an_endpoint_that_has_answered_has_time_to_start_again(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that never has is given up soon: its URL may be wrong."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    judge = Judge(Judge.Config(url=endpoint.url, model="m", timeout_s=600.0, retries=4))
+    endpoint.says = [503, 503, 503, 503, "3", 503, 503, 503, 503, "4"]
+
+    async def ask_twice() -> list[float]:
+        return [await judge(COMPLETION) for _ in range(2)]
+
+    assert asyncio.run(ask_twice()) == [0.3, 0.4]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 0.5, 4.0, 32.0, 60.0]
+
+
 def test_a_judge_that_has_no_time_for_all_attempts_says_what_the_last_was(endpoint: Endpoint) -> None:
     endpoint.says, endpoint.headers = ["3", 503, 503], {"retry-after": "100"}
     judge = Judge(Judge.Config(url=endpoint.url, model="m", timeout_s=200.0))
 
     async def ask_twice() -> Any:
         await judge(COMPLETION)  # its client takes longer to make than to ask
-        return await _gather_answers(judge, [[COMPLETION]], 0.5)
+        return await _evaluate_async(judge, [COMPLETION], 0.5)
 
-    ((answer,),) = asyncio.run(ask_twice())
+    (answer,) = asyncio.run(ask_twice())
     assert isinstance(answer, str)
     assert contains_in_order(answer, "(reward.timeout_s)", "InternalServerError", "(attempt 1 of 2)")
 

@@ -47,8 +47,10 @@ def test_samples_that_are_rated_together_may_have_more_time_than_one_call_can_wa
     """Reward.timeout_s is of each of them."""
     process = RewardProcess(Reward(functions=[f"{MODULE}:words"], timeout_s=LONGEST_S))
     try:
-        ((reward, _),) = process.evaluate(f"{MODULE}:words", [[make_completion("a b")]], 4 * LONGEST_S)
-        assert reward == 2.0
+        process.send(7, f"{MODULE}:words", [make_completion("a b")], 4 * LONGEST_S)
+        answer = process.receive(LONGEST_S)
+        assert answer is not None and answer[0] == 7
+        assert answer[1][0][0] == 2.0
     finally:
         process.close()
 
@@ -101,13 +103,37 @@ def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
 
 
 def test_a_copy_of_the_process_that_a_reward_makes_answers_for_no_other_sample() -> None:
-    name = f"{MODULE}:forks"
-    pool = RewardPool(Reward(functions=[name], timeout_s=30.0, workers=1))
-    futures = [pool.submit(make_completion("a", n=n))[name] for n in range(1, 7)]
+    for name in (f"{MODULE}:forks", f"{MODULE}:forks_later"):
+        pool = RewardPool(Reward(functions=[name], timeout_s=30.0, workers=1, concurrency=3))
+        futures = [pool.submit(make_completion("a", n=n))[name] for n in range(1, 7)]
+        try:
+            assert [future.result(60)[0] for future in futures] == [0.5] * 6
+        finally:
+            pool.close()
+
+
+def test_async_rewards_that_block_or_end_their_process_cost_those_under_way_only() -> None:
+    name = f"{MODULE}:blocks_or_ends"
+    pool = RewardPool(Reward(functions=[name], timeout_s=1.0, workers=1, concurrency=2))
     try:
-        assert [future.result(60)[0] for future in futures] == [0.5] * 6
+        for n, reason in ((2, r"TimeoutError"), (3, r"exit code 7")):
+            assert reason in str(pool.submit(make_completion("a", n=n))[name].exception(60))
+            assert [pool.submit(make_completion("a", n=n))[name].result(60)[0] for n in (4, 5, 6)] == [4, 5, 6]
     finally:
         pool.close()
+
+
+def test_an_async_reward_that_takes_long_keeps_no_other_from_its_place() -> None:
+    name = f"{MODULE}:longer"
+    pool = RewardPool(Reward(functions=[name], timeout_s=600.0, workers=1, concurrency=3))
+    try:
+        long = pool.submit(make_completion("a", n=500))[name]
+        others = [pool.submit(make_completion("a", n=0))[name] for _ in range(12)]
+        assert [future.result(60)[0] for future in others] == [0.0] * 12
+        assert not long.done()
+    finally:
+        pool.close()
+    assert "ChildProcessError" in str(long.exception(60))
 
 
 def test_what_waits_for_a_pool_that_is_closed_fails() -> None:
