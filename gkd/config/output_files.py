@@ -14,6 +14,9 @@ from gkd.errors import ConfigError, one_line
 CONFIG = "config.yaml"
 """The resolved configuration."""
 
+SOURCES = "sources"
+"""Directory with the user's own files of code, as they were each time the run began, by their whole paths."""
+
 PLACEMENT = "placement.json"
 """Which worker has which GPUs."""
 

@@ -6,11 +6,8 @@ check names and settings without loading torch or vLLM. The modules of entries i
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,14 +21,11 @@ from pydantic.fields import FieldInfo
 
 from gkd.config.base import user_path
 from gkd.config.hints import suggest
+from gkd.config.own_code import forget_edited_modules, is_there, load_module
 from gkd.errors import ConfigError, describe_raised
 
-_FOLDERS: list[Path] = []
-"""Those of users' files, in the order in which Python looks there for what these import."""
 _LOADED: dict[tuple[str, str | None, str], Any] = {}
 """What users' names stand for, by setting, base and name: a plan and a loss load them at every turn."""
-_DIGESTS: dict[Path, str] = {}
-"""Of users' source files, as they were when they were loaded into this process."""
 
 
 @dataclass(frozen=True)
@@ -157,27 +151,10 @@ def forget_edited() -> None:
     """Have files of the user's that have changed since they were loaded here be loaded anew, with what is beside them.
 
     For a process that does one thing after another, as a notebook does; a run under way keeps the code it began with.
-    Modules that are named as ``package.module:name`` stay, as Python has it.
     """
-    for file, digest in list(_DIGESTS.items()):
-        name = _module_name(file)
-        if name not in sys.modules or _digest(file) == digest:
-            continue
-        del sys.modules[name], _DIGESTS[file]
-        for neighbour, path in _neighbours(file):
-            _DIGESTS.pop(path, None)
-            if getattr(sys.modules.get(neighbour), "__file__", None) == str(path):
-                for module in [its for its in sys.modules if its == neighbour or its.startswith(f"{neighbour}.")]:
-                    del sys.modules[module]
-        for place in [place for place in _LOADED if place[2].rpartition(":")[0] == str(file)]:
-            del _LOADED[place]
-
-
-def source_digest(file: Path) -> str:
-    """Return SHA-256 (hex) of a source file and of what it imports from beside it, as they were when loaded here."""
-    if file not in _DIGESTS:
-        _DIGESTS[file] = _digest(file)
-    return _DIGESTS[file]
+    edited = {str(file) for file in forget_edited_modules()}
+    for place in [place for place in _LOADED if place[2].rpartition(":")[0] in edited]:
+        del _LOADED[place]
 
 
 def shorten_name(name: str) -> str:
@@ -188,11 +165,11 @@ def shorten_name(name: str) -> str:
 def _load_own(setting: str, name: str) -> Any:
     path, (module, _, attribute) = file_of(name), name.rpartition(":")
     file = None if path is None else _local_copy(path)
-    if file is not None and not file.is_file():
+    if file is not None and not is_there(file):
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what a program prints
-            imported = importlib.import_module(module) if file is None else _module(file)
+            imported = importlib.import_module(module) if file is None else load_module(file)
         own = getattr(imported, attribute, None)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
         raise ConfigError(f"{setting}: {name} cannot be imported: {describe_raised(error)}") from None
@@ -219,78 +196,3 @@ def _local_copy(file: Path) -> Path:
         if folder.name in own:
             return own[folder.name] / file.relative_to(folder)
     return file
-
-
-def _module(file: Path) -> ModuleType:
-    """Return the module in ``file``, under a name that no other has; it may import what lies beside it."""
-    name = _module_name(file)
-    if name in sys.modules:
-        return sys.modules[name]
-    if file.parent not in _FOLDERS:
-        _FOLDERS.append(file.parent)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    _require_own_neighbours(file)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # for names that end in .py there are both
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    _DIGESTS[file] = _digest(file)
-    keeps_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # its times have seconds, edits are faster
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name], _DIGESTS[file]
-        raise
-    finally:
-        sys.dont_write_bytecode = keeps_none
-    return module
-
-
-def _module_name(file: Path) -> str:
-    return f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-
-
-def _digest(file: Path) -> str:
-    contents = [path.read_bytes() for path in (file, *(path for _, path in _neighbours(file))) if path.is_file()]
-    return hashlib.sha256(b"".join(contents)).hexdigest()
-
-
-def _neighbours(file: Path) -> list[tuple[str, Path]]:
-    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order; not this one."""
-    found: dict[str, Path] = {}
-    files = [file]
-    while files:
-        for name in _imported_names(files.pop()):
-            path = _find_neighbour(file.parent, name)
-            if path is not None and path != file and name not in found and name != __package__.partition(".")[0]:
-                found[name] = path
-                files.append(path)
-    return sorted(found.items())
-
-
-def _imported_names(file: Path) -> list[str]:
-    """Return the modules that a file imports, without what is within them; none of a file that cannot be read."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, SyntaxError, ValueError):  # importing it says why
-        return []
-    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return sorted({module.partition(".")[0] for module in modules})
-
-
-def _require_own_neighbours(file: Path) -> None:
-    """Raise ImportError where what a file imports from beside it would be another file's neighbour of that name.
-
-    Python has one module of a name, from the first folder that has one.
-    """
-    for name in _imported_names(file):
-        own = _find_neighbour(file.parent, name)
-        for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
-            other = _find_neighbour(folder, name)
-            if own is not None and other is not None and own.read_bytes() != other.read_bytes():
-                raise ImportError(f"it imports {name}, and both {other} and {own} are called so: rename one of them")
-
-
-def _find_neighbour(folder: Path, name: str) -> Path | None:
-    return next((file for file in (folder / f"{name}.py", folder / name / "__init__.py") if file.is_file()), None)

@@ -19,8 +19,9 @@ from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
 from gkd.config.loading import dump_run
-from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SUMMARY, TIMELINE
+from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SOURCES, SUMMARY, TIMELINE
 from gkd.config.overrides import shell_override
+from gkd.config.own_code import keep_sources
 from gkd.config.validating import require_figures
 from gkd.data.layouts import stated_day
 from gkd.driver.checkpoints.attempts import restarts
@@ -69,7 +70,7 @@ def drive(
     """
     output = directory.path
     try:
-        with Events(output / EVENTS, _find_first_step(saved), started_s) as events:
+        with keep_sources(output / SOURCES), Events(output / EVENTS, _find_first_step(saved), started_s) as events:
             if saved is None:
                 note("start", f"gkd {__version__}, recipe {config.recipe}")
             else:

@@ -14,7 +14,8 @@ from typing import Any
 from gkd.config import Config
 from gkd.config.eval_set import EvalSet
 from gkd.config.evaluation import DEFAULT_STRATEGY, STRATEGIES
-from gkd.config.registry import file_of, shorten_name, source_digest
+from gkd.config.own_code import source_digest
+from gkd.config.registry import file_of, shorten_name
 from gkd.data.answers import turn_end, with_turn_end
 from gkd.data.model_info import ModelInfo
 from gkd.data.templates import warn_of_raw_text

@@ -52,7 +52,7 @@ Timed: TypeAlias = tuple[float | None, float]
 
 CompletionGroup: TypeAlias = Sequence[Completion]
 """What a function is called with at a time: all samples of a prompt, or one sample."""
-_Request: TypeAlias = tuple[int, str, CompletionGroup, float]
+_RewardRequest: TypeAlias = tuple[int, str, CompletionGroup, float]
 """A number, the name of a function, what it is called with, and its time limit, seconds."""
 
 
@@ -246,7 +246,7 @@ async def _evaluate_as_they_come(
     functions: Mapping[str, RewardCallable],
     of_groups: Collection[str],
     connection: Connection,
-    first: _Request,
+    first: _RewardRequest,
     answer: Callable[[int, list[Timed | str]], None],
 ) -> None:
     """Evaluate async functions for what comes, each with a time limit, until none is under way.

@@ -20,7 +20,8 @@ from gkd.config.doubts import doubts
 from gkd.config.learning import ADVANTAGES
 from gkd.config.loading import dump_run
 from gkd.config.open import OWN, OpenSettings
-from gkd.config.registry import Registry, make_absolute, source_digest
+from gkd.config.own_code import source_digest
+from gkd.config.registry import Registry, make_absolute
 from gkd.errors import ConfigError
 
 

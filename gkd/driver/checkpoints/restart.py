@@ -16,8 +16,9 @@ from typing import NoReturn
 from gkd.cluster.workers.failure import WorkerDied
 from gkd.config import Config
 from gkd.config.loading import names_file
-from gkd.config.output_files import BEST, CONFIG, METRICS, SAMPLES
+from gkd.config.output_files import BEST, CONFIG, METRICS, SAMPLES, SOURCES
 from gkd.config.overrides import literal_override
+from gkd.config.own_code import KEPT, find_kept
 from gkd.driver.checkpoints.attempts import COUNT, FIRST_FAILURE, restarts
 from gkd.driver.checkpoints.checkpoint import complete
 from gkd.driver.checkpoints.resume import has_trained
@@ -41,7 +42,8 @@ def begin_again(
 ) -> NoReturn:
     """Replace this process, after ``failure``, by ``gkd.main`` with the same ``arguments``, to go on in ``output``.
 
-    In place of a file among them, which may have been edited meanwhile, it is given what the run has written of itself.
+    In place of a file among them, which may have been edited meanwhile, it is given what the run has written of itself,
+    and in place of users' files of code what it has kept of them.
     That stays held by ``descriptor``, so that no other run begins there meanwhile. ``address``: the cluster that it was
     on, which it joins again where its settings name none, also where nothing here states any more that it is there;
     None of a private Ray, whose GPUs nobody else counts.
@@ -52,6 +54,7 @@ def begin_again(
     print(f"beginning again in new processes (restart {number} of trainer.restarts={config.trainer.restarts})")
     if any(map(names_file, arguments)) and (output / CONFIG).is_file():
         arguments = [str(output / CONFIG)]
+    os.environ[KEPT] = str(find_kept(output / SOURCES))
     resume = [literal_override("trainer.output_dir", output), "trainer.resume=true"]
     if address is not None:  # config.yaml, which others may take, has no such address
         os.environ["RAY_ADDRESS"] = address

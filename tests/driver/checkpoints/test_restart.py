@@ -22,6 +22,7 @@ from gkd.cluster.workers.failure import WorkerDied, WorkerHung
 from gkd.config import Config, load
 from gkd.config.compose import compose
 from gkd.config.loading import dump_run
+from gkd.config.own_code import KEPT, find_kept
 from gkd.driver.checkpoints.attempts import COUNT, FIRST_FAILURE, forget_failure_on_step, name_first_failure, restarts
 from gkd.driver.checkpoints.restart import begin_again, may_begin_again, start_over
 from gkd.driver.checkpoints.resume import find
@@ -37,7 +38,7 @@ TWICE = load({"trainer": {"restarts": 2}})
 @pytest.fixture(autouse=True)
 def _first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COUNT, "0")
-    for name in (FIRST_FAILURE, CLAIM, "RAY_ADDRESS"):
+    for name in (FIRST_FAILURE, CLAIM, KEPT, "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # so that it is as it was after the test
         monkeypatch.delenv(name)
 
@@ -203,6 +204,7 @@ def test_a_file_of_settings_is_that_of_the_run_which_nobody_edits(
     file.write_text("recipe: grpo\ntrainer: {seed: 4}\n")
     begin_again(TWICE, arguments, output, 0, None, WorkerDied("actor"))
     assert commands[0][3:6] == arguments
+    assert os.environ[KEPT] == str(find_kept(output / "sources"))
     goes_on = compose(commands[1][3:])
     trainer = goes_on.trainer.model_copy(update={"output_dir": began.trainer.output_dir, "resume": False})
     assert goes_on.model_copy(update={"trainer": trainer}) == began and goes_on.trainer.resume is True

@@ -15,6 +15,7 @@ import numpy as np
 
 from gkd.config import Reward, load
 from gkd.config.base import LONGEST_S
+from gkd.config.own_code import keep_sources
 from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardProcess
 from gkd.rollout.pipeline import ScoringPipeline
@@ -100,6 +101,22 @@ def test_a_reward_process_that_is_killed_costs_its_own_sample_only() -> None:
         assert [future.exception(60) is None for future in waiting] == [False, True, True, True]
     finally:
         pool.close()
+
+
+def test_a_process_that_is_replaced_has_the_code_that_the_run_began_with(tmp_path: Path) -> None:
+    file = tmp_path / "edited.py"
+    text = "import os\ndef rate(completion):\n    return VALUE if completion.n_tokens else os._exit(7)\n"
+    file.write_text(text.replace("VALUE", "1.0"))
+    settings = Reward(functions=[name := f"{file}:rate"], timeout_s=30.0, workers=1)
+    with keep_sources(tmp_path / "sources"):
+        pool = RewardPool(settings)
+        try:
+            assert pool.submit(make_completion("a", n=1))[name].result(60)[0] == 1.0
+            file.write_text(text.replace("VALUE", "2.0"))
+            assert "exit code 7" in str(pool.submit(make_completion("", n=0))[name].exception(60))
+            assert pool.submit(make_completion("a", n=1))[name].result(60)[0] == 1.0
+        finally:
+            pool.close()
 
 
 def test_a_copy_of_the_process_that_a_reward_makes_answers_for_no_other_sample() -> None:

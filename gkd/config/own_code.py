@@ -1,0 +1,227 @@
+"""Files of users' own code: loaded as modules that may import what lies beside them, and kept as a run began."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+KEPT = "GKD_CODE"
+"""Variable with the directory of the sources that a run began with: its processes that start later load these."""
+
+_FOLDERS: list[Path] = []
+"""Those of users' files, in the order in which Python looks there for what these import."""
+_SOURCES: dict[Path, dict[Path, bytes]] = {}
+"""Of users' files and of what they import from beside them, as they were when they were loaded into this process."""
+
+
+def load_module(file: Path) -> ModuleType:
+    """Return the module in ``file``, under a name that no other has; it may import what lies beside it.
+
+    Raises what the file raises, and ImportError where what it imports from beside it would be another file's neighbour.
+    """
+    name = _module_name(file)
+    if name in sys.modules:
+        return sys.modules[name]
+    if file.parent not in _FOLDERS:
+        _FOLDERS.append(file.parent)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    _require_own_neighbours(file)
+    if KEPT in os.environ and not any(isinstance(finder, _KeptFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _KeptFinder())
+    spec = importlib.util.spec_from_file_location(name, file, loader=_KeptLoader(name, str(file)))
+    assert spec is not None and spec.loader is not None  # where there is a loader there are both
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _SOURCES[file] = _read_sources(file)
+    keeps_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # its times have seconds, edits are faster
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name], _SOURCES[file]
+        raise
+    finally:
+        sys.dont_write_bytecode = keeps_none
+    return module
+
+
+def is_there(file: Path) -> bool:
+    """Return whether there is such a file, or the run has kept it."""
+    return file.is_file() or _kept_copy(file) is not None
+
+
+def source_digest(file: Path) -> str:
+    """Return SHA-256 (hex) of a source file and of what it imports from beside it, as they were when loaded here."""
+    if file not in _SOURCES:
+        _SOURCES[file] = _read_sources(file)
+    return hashlib.sha256(b"".join(_SOURCES[file].values())).hexdigest()
+
+
+def forget_edited_modules() -> list[Path]:
+    """Have files that have changed since they were loaded here be loaded anew, with what is beside them; returns them.
+
+    Modules that are named as ``package.module`` stay, as Python has it.
+    """
+    edited = [file for file in _SOURCES if _module_name(file) in sys.modules and _read_sources(file) != _SOURCES[file]]
+    for file in edited:
+        del sys.modules[_module_name(file)], _SOURCES[file]
+        for neighbour, path in _neighbours(file):
+            _SOURCES.pop(path, None)
+            if getattr(sys.modules.get(neighbour), "__file__", None) == str(path):
+                for module in [its for its in sys.modules if its == neighbour or its.startswith(f"{neighbour}.")]:
+                    del sys.modules[module]
+    return edited
+
+
+@contextlib.contextmanager
+def keep_sources(directory: Path) -> Iterator[None]:
+    """Write the files that were loaded here into :func:`find_kept`; meanwhile processes that begin load those.
+
+    So a run goes on with the code it began with, whatever is edited meanwhile.
+    """
+    kept, before = find_kept(directory), os.environ.get(KEPT)
+    for path, content in _all_sources().items():
+        copy = _place_in(kept, path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+    os.environ[KEPT] = str(kept)
+    try:
+        yield
+    finally:
+        del os.environ[KEPT]
+        if before is not None:
+            os.environ[KEPT] = before
+
+
+def find_kept(directory: Path) -> Path:
+    """Return where in ``directory`` the files that were loaded here are kept: a directory for each state of them."""
+    digest = hashlib.sha256()
+    for path, content in _all_sources().items():
+        digest.update(f"{path} {len(content)} ".encode() + content)
+    return directory.absolute() / digest.hexdigest()[:12]
+
+
+def _all_sources() -> dict[Path, bytes]:
+    return {path: content for file in sorted(_SOURCES) for path, content in _SOURCES[file].items()}
+
+
+def kept_variables() -> dict[str, str]:
+    """Return the variables by which a process of this run loads what the run has kept."""
+    return {KEPT: os.environ[KEPT]} if KEPT in os.environ else {}
+
+
+class _KeptLoader(SourceFileLoader):
+    """Loads a file, from what the run has kept of it where it has, and never from bytecode."""
+
+    def get_data(self, path: str) -> bytes:
+        return _read(Path(path))
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+class _KeptFinder:
+    """Finds what users' files import from beside them in what the run has kept, where that has it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module is kept; None for one that is not."""
+        top, _, last = fullname.partition(".")[0], *fullname.rpartition(".")[1:]
+        if not any(_kept_copy(file) for folder in _FOLDERS for file in _module_files(folder, top)):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        files = [Path(spec.origin)] if spec is not None and spec.origin is not None else []
+        for folder in [] if files else _FOLDERS if path is None else map(Path, path):  # it was deleted meanwhile
+            files += _module_files(folder, last)
+        for file in filter(_kept_copy, files):
+            within = [str(file.parent)] if file.name == "__init__.py" else None
+            loader = _KeptLoader(fullname, str(file))
+            return importlib.util.spec_from_file_location(
+                fullname, file, loader=loader, submodule_search_locations=within
+            )
+        return None
+
+
+def _kept_copy(file: Path) -> Path | None:
+    """Return what the run has kept of a file; None where it has kept none, and outside of a run."""
+    if (directory := os.environ.get(KEPT)) is None:
+        return None
+    copy = _place_in(Path(directory), file)
+    return copy if copy.is_file() else None
+
+
+def _place_in(directory: Path, file: Path) -> Path:
+    return directory / os.path.normpath(file).lstrip("/")
+
+
+def _read(file: Path) -> bytes:
+    return (_kept_copy(file) or file).read_bytes()
+
+
+def _module_name(file: Path) -> str:
+    return f"gkd_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+
+
+def _read_sources(file: Path) -> dict[Path, bytes]:
+    """Return the contents of a file and of all that it may import from beside it, packages whole."""
+    paths = [file]
+    for name, path in _neighbours(file):
+        spec = PathFinder.find_spec(name)
+        if spec is None or spec.origin is None or Path(spec.origin) == path:  # Python may have another of that name
+            paths += sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return {path: _read(path) for path in paths if is_there(path)}
+
+
+def _neighbours(file: Path) -> list[tuple[str, Path]]:
+    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order; not this one."""
+    found: dict[str, Path] = {}
+    files = [file]
+    while files:
+        for name in _imported_names(files.pop()):
+            path = _find_neighbour(file.parent, name)
+            if path is not None and path != file and name not in found and name != __package__.partition(".")[0]:
+                found[name] = path
+                files.append(path)
+    return sorted(found.items())
+
+
+def _imported_names(file: Path) -> list[str]:
+    """Return the modules that a file imports, without what is within them; none of a file that cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(_read(file))))
+    except (OSError, SyntaxError, ValueError):  # importing it says why
+        return []
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return sorted({module.partition(".")[0] for module in modules})
+
+
+def _require_own_neighbours(file: Path) -> None:
+    """Raise ImportError where what a file imports from beside it would be another file's neighbour of that name.
+
+    Python has one module of a name, from the first folder that has one.
+    """
+    for name in _imported_names(file):
+        own = _find_neighbour(file.parent, name)
+        for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
+            other = _find_neighbour(folder, name)
+            if own is not None and other is not None and _read(own) != _read(other):
+                raise ImportError(f"it imports {name}, and both {other} and {own} are called so: rename one of them")
+
+
+def _find_neighbour(folder: Path, name: str) -> Path | None:
+    return next(filter(is_there, _module_files(folder, name)), None)
+
+
+def _module_files(folder: Path, name: str) -> tuple[Path, Path]:
+    return folder / f"{name}.py", folder / name / "__init__.py"

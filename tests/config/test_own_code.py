@@ -1,0 +1,115 @@
+"""What a run's processes load of users' files that are edited, or deleted, while it is under way."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.cluster.workers.environment import environment
+from gkd.config import own_code
+from gkd.config.own_code import KEPT, find_kept, keep_sources, load_module
+
+NAMES = ("mine", "beside_kept", "package_kept", "lazily_kept")
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What makes of this process, as far as users' code goes, one that has just begun."""
+    monkeypatch.setenv(KEPT, "")
+    monkeypatch.delenv(KEPT)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+
+    def forget() -> None:
+        monkeypatch.setattr(own_code, "_SOURCES", {})
+        monkeypatch.setattr(own_code, "_FOLDERS", [])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        for name in [name for name in sys.modules if name.partition(".")[0] in NAMES or name.startswith("gkd_own_")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    forget()
+    return forget
+
+
+def write(folder: Path, value: int) -> Path:
+    (folder / "package_kept").mkdir(exist_ok=True)
+    (folder / "package_kept" / "__init__.py").write_text(f"OF_PACKAGE = {value}\n")
+    (folder / "package_kept" / "within.py").write_text(f"WITHIN = {value}\n")
+    (folder / "beside_kept.py").write_text(f"from lazily_kept import LAST\nBESIDE = [{value}, LAST]\n")
+    (folder / "lazily_kept.py").write_text(f"LAST = {value}\n")
+    (folder / "mine.py").write_text(
+        "from beside_kept import BESIDE\n"
+        f"def values():\n    from package_kept import OF_PACKAGE, within\n"
+        f"    return [{value}, *BESIDE, OF_PACKAGE, within.WITHIN]\n"
+        "def fails():\n    raise ValueError('mine')\n"
+    )
+    return folder / "mine.py"
+
+
+def delete(folder: Path) -> None:
+    for file in folder.rglob("*.py"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("change", [lambda folder: write(folder, 2), delete], ids=["edited", "deleted"])
+def test_a_process_that_begins_later_has_the_code_the_run_began_with(
+    change: Callable[[Path], Any], begin: Callable[[], None], tmp_path: Path
+) -> None:
+    (tmp_path / "user").mkdir()
+    file = write(tmp_path / "user", 1)
+    load_module(file)
+    with keep_sources(tmp_path / "sources"):
+        assert environment("cpu", [])[KEPT] == os.environ[KEPT]
+        change(file.parent)
+        begin()
+        later = load_module(file)
+        assert later.values() == [1] * 5
+        assert later.__file__ == str(file)  # what it reads beside itself is there
+        with pytest.raises(ValueError, match="mine") as raised:
+            later.fails()
+        assert str(file) in "".join(traceback.format_tb(raised.tb))
+    assert KEPT not in os.environ and KEPT not in environment("cpu", [])
+
+
+def test_the_next_run_has_the_code_that_is_there_when_it_begins(begin: Callable[[], None], tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    kept = []
+    for value in (1, 2, 1):
+        file = write(tmp_path / "user", value)
+        begin()
+        assert load_module(file).values() == [value] * 5
+        with keep_sources(tmp_path / "sources"):
+            kept.append(Path(os.environ[KEPT]))
+        assert find_kept(tmp_path / "sources") == kept[-1]
+        (of_mine,) = kept[-1].rglob("mine.py")
+        assert of_mine.read_bytes() == file.read_bytes()
+    assert kept[0] == kept[2] != kept[1]
+
+
+def test_a_path_with_dots_is_kept_within_the_directory(begin: Callable[[], None], tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    dotted = tmp_path / "elsewhere" / ".." / ".." / tmp_path.name / "user" / "mine.py"
+    write(tmp_path / "user", 1)
+    load_module(dotted)
+    with keep_sources(tmp_path / "sources"):
+        (kept,) = (tmp_path / "sources").rglob("mine.py")
+        write(tmp_path / "user", 2)
+        begin()
+        assert load_module(dotted).values()[0] == 1
+    assert kept.is_relative_to(tmp_path / "sources")
+
+
+def test_a_folder_of_an_installed_package_s_name_is_not_kept(begin: Callable[[], None], tmp_path: Path) -> None:
+    """Python has the installed one."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit\n")
+    (tmp_path / "mine.py").write_text("import numpy\ndef zero(): return numpy.zeros(1)[0]\n")
+    assert load_module(tmp_path / "mine.py").zero() == 0
+    with keep_sources(tmp_path / "sources"):
+        assert [file.name for file in (tmp_path / "sources").rglob("*.py")] == ["mine.py"]
