@@ -6,9 +6,11 @@ import importlib.util
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +31,9 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 """Takes a step and its metrics."""
 
 CALL_S = 60.0
-"""Time that a tracker has to take the metrics of a step."""
+"""Time that a tracker has to take the metrics of a step; one that is late takes the further ones when it can."""
+MOST_LATE = 1000
+"""Calls that wait for a tracker that is late; further ones are left out."""
 
 
 class Trackers:
@@ -40,14 +44,14 @@ class Trackers:
 
     def __init__(self, config: Config, output: Path, first_step: int) -> None:
         self.run = TrackedRun(config, output, first_step)
-        self._started: dict[str, tuple[Tracker, _Caller]] = {}
+        self._started: dict[str, _Started] = {}
         self._failed: set[str] = set()
         self._open = ExitStack()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on.
 
-        One that does not return within :data:`CALL_S` is not called again.
+        One that does not return within :data:`CALL_S` is not waited for any more until it has taken what it was given.
         """
         self._call_each(step, lambda tracker: tracker.log(step, metrics))
 
@@ -59,19 +63,54 @@ class Trackers:
             self._call_each(step, lambda tracker: getattr(tracker, "log_samples", lambda *_: None)(step, samples))
 
     def _call_each(self, step: int, call: Callable[[Tracker], object]) -> None:
-        for name, (tracker, caller) in list(self._started.items()):
-            try:
-                caller.call(lambda tracker=tracker: call(tracker), CALL_S)  # type: ignore[misc]
-            except TakesTooLong:
-                del self._started[name]
+        for name, started in self._started.items():
+            self._settle(name, started)
+            if len(started.late) >= MOST_LATE:
+                started.n_left_out += 1
+                continue
+            future = started.caller.submit(partial(call, started.tracker))
+            is_late = bool(started.late)
+            started.late.append((step, future))
+            if not is_late and not wait([future], CALL_S).done:
                 log.warning(
-                    "trainer.trackers: %s did not take step %d within %g s; it gets none of the further ones",
+                    "trainer.trackers: %s did not take step %d within %g s; it gets the further ones when it has",
                     name, step, CALL_S,
                 )  # fmt: skip
-            except Exception as error:  # a user's class, or a server, may raise anything
-                if name not in self._failed:
-                    self._failed.add(name)
-                    log.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
+                started.was_late = True
+            self._settle(name, started)
+
+    def _settle(self, name: str, started: _Started) -> None:
+        """Look at what the calls of a tracker that are done came to."""
+        while started.late and started.late[0][1].done():
+            step, future = started.late.popleft()
+            error = future.exception()  # a user's class, or a server, may raise anything
+            if error is not None and name not in self._failed:
+                self._failed.add(name)
+                log.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
+        if started.was_late and not started.late:
+            log.info("trainer.trackers: %s has taken what it was late with%s", name, started.describe_left_out())
+            started.was_late, started.n_left_out = False, 0
+
+    def _close(self, name: str, kind: type[BaseException] | None, *_: object) -> None:
+        """Close a tracker when the run leaves it, by an error of this ``kind`` or by none. What it raises is a warning.
+
+        One that is late has :data:`CALL_S` to take what it was given.
+        """
+        started = self._started[name]
+        wait([future for _, future in started.late], CALL_S)
+        self._settle(name, started)
+        if started.late:
+            abandon(name)
+            left = started.describe_left_out()
+            log.warning("trainer.trackers: %s has not taken step %d and later%s", name, started.late[0][0], left)
+            return
+        try:
+            started.caller.call(lambda: started.tracker.close(failed=kind is not None), FINISH_S + 60)
+        except TakesTooLong:
+            log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
+        except Exception as error:  # a user's class, or a server, may raise anything
+            log.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
+        started.caller.end()
 
     def __enter__(self) -> Self:
         with ExitStack() as started:  # which closes the first where the next one fails
@@ -84,8 +123,8 @@ class Trackers:
                         raise
                     log.warning("%s; the run goes on without it", error)
                     continue
-                started.push(partial(_close, name, tracker, caller))
-                self._started[name] = tracker, caller
+                self._started[name] = _Started(tracker, caller)
+                started.push(partial(self._close, name))
             self._open = started.pop_all()
         return self
 
@@ -105,7 +144,21 @@ class Trackers:
         self._open.__exit__(*error)
 
 
-def _describe(error: Exception) -> str:
+@dataclass
+class _Started:
+    """A tracker, what calls it, and the steps of the calls that are not done."""
+
+    tracker: Tracker
+    caller: _Caller
+    late: deque[tuple[int, Future[Any]]] = field(default_factory=deque)
+    was_late: bool = False
+    n_left_out: int = 0
+
+    def describe_left_out(self) -> str:
+        return f"; {self.n_left_out} calls, more than {MOST_LATE} that waited, were left out" if self.n_left_out else ""
+
+
+def _describe(error: BaseException) -> str:
     """Describe an error of a tracker, as of a server that does not answer, without what may be secret of its URL."""
     return hide_secrets_within(describe_raised(error))
 
@@ -118,19 +171,23 @@ class _Caller:
     """Makes all calls of one tracker, in one thread: a server that does not answer holds nothing else up."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.stuck = name, False
+        self.name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"tracker {name}", daemon=True).start()
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
         """Return what ``function`` returns. Raises what it raises, and TakesTooLong where it takes longer."""
-        future: Future[Any] = Future()
-        self._calls.put((function, future))
+        future = self.submit(function)
         if not wait([future], timeout_s).done:
-            self.stuck = True
             abandon(self.name)
             raise TakesTooLong
         return future.result()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have ``function`` called when all before it have returned; returns what will have its result."""
+        future: Future[Any] = Future()
+        self._calls.put((function, future))
+        return future
 
     def end(self) -> None:
         """End the thread, after the calls that it has."""
@@ -145,19 +202,6 @@ class _Caller:
                 future.set_exception(error)
             except BaseException as error:  # such as SystemExit, which would end the run
                 future.set_exception(RuntimeError(describe_raised(error)))
-
-
-def _close(name: str, tracker: Tracker, caller: _Caller, kind: type[BaseException] | None, *_: object) -> None:
-    """Close a tracker when the run leaves it, by an error of this ``kind`` or by none. What it raises is a warning."""
-    if caller.stuck:
-        return
-    try:
-        caller.call(lambda: tracker.close(failed=kind is not None), FINISH_S + 60)
-    except TakesTooLong:
-        log.warning("trainer.trackers: %s was not closed within %g s", name, FINISH_S + 60)
-    except Exception as error:  # a user's class, or a server, may raise anything
-        log.warning("trainer.trackers: %s was not closed: %s", name, _describe(error))
-    caller.end()
 
 
 class MetricsLog(JsonLines):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from collections.abc import Iterator
@@ -253,8 +254,53 @@ def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
     TRACKERS.load(hanging).going_on.set()
     assert (tmp_path / "lines.txt").read_text().splitlines()[1:] == ["1 ['actor/loss', 'epoch']", "done"]
     assert left == [hanging]  # the program ends without it
-    (text,) = [record.getMessage() for record in caplog.records if record.name == "gkd"]
-    assert contains_in_order(text, f"trainer.trackers: {hanging} ", "step 0", "2 s")
+    late, left_out = (record.getMessage() for record in caplog.records if record.name == "gkd")
+    assert contains_in_order(late, f"trainer.trackers: {hanging} ", "step 0", "2 s")
+    assert contains_in_order(left_out, f"trainer.trackers: {hanging} ", "step 0")
+
+
+def test_a_tracker_that_is_late_takes_what_it_missed_and_is_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server that was away for minutes; of very many steps the last are left out."""
+    text = HANGING.replace("        Hanging.going_on.wait(60)\n", "        Hanging.going_on.wait(60)\n        TAKE\n")
+    notes = f"open('{tmp_path}/notes', 'a').write("
+    text = text.replace("TAKE", f"{notes}f'{{step}} ')").replace("failed): ...", f"failed): {notes}'closed')")
+    (tmp_path / "late.py").write_text(text)
+    late = f"{tmp_path}/late.py:Hanging"
+    monkeypatch.setattr(tracking, "CALL_S", 0.5)
+    monkeypatch.setattr(tracking, "MOST_LATE", 4)
+    with caplog.at_level("INFO", logger="gkd"), Trackers(config(late), tmp_path, 0) as trackers:
+        for step in range(7):
+            trackers.log(step, {})
+        monkeypatch.setattr(tracking, "CALL_S", 60.0)
+        TRACKERS.load(late).going_on.set()
+        trackers._started[late].late[-1][1].result(30)
+        trackers.log(7, {})
+    assert (tmp_path / "notes").read_text() == "0 1 2 3 7 closed"
+    was_late, taken = (record.getMessage() for record in caplog.records if record.name == "gkd")
+    assert contains_in_order(was_late, late, "step 0") and contains_in_order(taken, late, "; 3 ")
+
+
+def test_a_disk_that_is_full_for_a_while_costs_tensorboard_the_steps_of_that_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = False
+
+    class Disk(io.FileIO):
+        def write(self, data: Any) -> int:
+            if full:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: io.BufferedWriter(Disk(path, "wb")))
+    with caplog.at_level("WARNING", logger="gkd"), Trackers(config("tensorboard"), tmp_path, 0) as trackers:
+        for step in range(8):
+            full = 2 <= step <= 5
+            trackers.log(step, {f"metric/{i}": float(step) for i in range(100)})
+    assert [step for step, name, _ in scalars(tmp_path / "tensorboard") if name == "metric/99"] == [0, 1, 6, 7]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
