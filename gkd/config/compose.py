@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config import Config, hint, load, settings, suggest
-from gkd.config.base import GROUP_OF, escape, quote, user_path
+from gkd.config.base import GROUP_OF, quote, user_path
 from gkd.config.data import TASKS
 from gkd.config.loading import (
     CONF_DIR,
@@ -33,7 +33,7 @@ from gkd.config.loading import (
     names_file,
     open_sections,
     plain_name,
-    read_requested,
+    read_layer,
 )
 from gkd.config.open import OpenSections
 from gkd.config.overrides import VALUES, flatten, keep_name, literal_override, with_text_names
@@ -137,7 +137,7 @@ def _compose_group(group: str, choice: str) -> DictConfig:
 
 def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a configuration file; returns the choices of groups that it names, and its values."""
-    values, choices = _nest(file, read_requested(file)), groups()
+    values, choices = _nest(file, read_layer(file)), groups()
     chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
         if key not in Config.model_fields:
@@ -148,7 +148,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
         if choice not in (None, "none", *choices[group]):
             raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
     named = {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}
-    return named, with_text_names(escape(values))
+    return named, with_text_names(values)
 
 
 def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 def named_settings(overrides: Sequence[str]) -> set[str]:
     """Return the settings that overrides name, and those that a file among them sets. Raises ConfigError."""
-    files = [flatten(read_requested(override)) for override in overrides if names_file(override)]
+    files = [flatten(read_layer(override)) for override in overrides if names_file(override)]
     parsed = parse_overrides([override for override in overrides if not names_file(override)])
     named = {key for one in parsed for key in flatten({one.key_or_group: one.value()})}
     return named | {key for values in files for key, value in values.items() if value not in (None, [])}

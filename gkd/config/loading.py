@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -33,10 +33,19 @@ REQUESTED = "requested"
 """Section of a run's file: settings that the run has decided, such as ``auto`` ones, as they were requested."""
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read what a configuration file holds, unchecked. Raises ConfigError for a file that holds no names and values."""
+def read_yaml(path: str | Path, resolve: bool = True) -> dict[str, Any]:
+    """Read what a configuration file holds, unchecked; interpolations as they are unless they are to be resolved.
+
+    Raises ConfigError for a file that holds no names and values.
+    """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(user_path(str(path))), resolve=True)
+        loaded = OmegaConf.load(user_path(str(path)))
+        try:
+            content = OmegaConf.to_container(loaded, resolve=True)
+        except InterpolationKeyError:  # of a setting that the file has not
+            if resolve:
+                raise
+        content = content if resolve else OmegaConf.to_container(loaded)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except RecursionError:
@@ -90,13 +99,26 @@ def read_run(file: Path, as_requested: bool = False) -> Config:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def read_requested(file: str | Path) -> dict[str, Any]:
-    """Read a file of settings, a run's as they were requested. Raises what :func:`read_yaml` raises."""
-    values = read_yaml(file)
+def read_requested(file: str | Path, resolve: bool = True) -> dict[str, Any]:
+    """Read a file of settings, a run's as they were requested; as :func:`read_yaml`, which says what it raises."""
+    values = read_yaml(file, resolve)
     requested = values.pop(REQUESTED, {})
     if not isinstance(requested, dict):
         raise ConfigError(f"{file} does not fit: {REQUESTED} is a section of settings, not {requested!r}")
     return _lay_over(values, requested)
+
+
+def read_layer(file: str | Path) -> dict[str, Any]:
+    """Read a file of settings that others are laid over: what it takes from a setting is that setting's final value.
+
+    Only a whole section, a choice of a group or the like at its top is what the file itself has there.
+    """
+    values, resolved = read_requested(file, resolve=False), None
+    for name, value in values.items():
+        if isinstance(value, str) and "${" in value:
+            resolved = resolved or read_requested(file)
+            values[name] = escape(resolved[name])
+    return values
 
 
 def _lay_over(tree: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

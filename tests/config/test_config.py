@@ -297,6 +297,32 @@ def test_an_odd_file_is_one_line(text: str, message: str, tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_file_takes_from_a_setting_is_what_the_setting_has_in_the_end(tmp_path: Path) -> None:
+    """Also of one that the command line replaces, or that the file has not, and of whole sections."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "recipe: on_policy_distill\nmodel: {path: one}\n"
+        "data: {train_files: [a], val_files: [a], system_prompt: '\\${model.path}'}\n"
+        "teacher: {model: {path: 'big/${model.path}'}}\n"
+        "actor: {lr: '${.weight_decay}', weight_decay: 1e-7}\n"
+        "trainer: {run_name: 'seed-${trainer.seed}-${oc.env:OF_A_TEST}'}\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OF_A_TEST", "${x}")
+        own, other = (
+            compose([str(file)]),
+            compose([str(file), "model.path=two", "trainer.seed=5", "actor.weight_decay=1e-8"]),
+        )
+    assert [own.teacher.model.path, own.actor.lr, own.trainer.run_name] == ["big/one", 1e-7, "seed-0-${x}"]
+    assert [other.teacher.model.path, other.actor.lr, other.trainer.run_name] == ["big/two", 1e-8, "seed-5-${x}"]
+    assert own.data.system_prompt == other.data.system_prompt == "${model.path}"
+    file.write_text("recipe: ${oc.env:OF_A_TEST}\ntrainer: {seed: 3}\nwatch: ${trainer}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OF_A_TEST", "grpo")
+        with pytest.raises(ConfigError, match=r"watch\.seed"):
+            compose([str(file)])
+
+
 def test_settings_of_a_file_may_have_dots_in_their_names_and_sections_may_be_empty(tmp_path: Path) -> None:
     """As ``gkd settings`` prints them, and as what is left of a section whose lines are all comments."""
     file = tmp_path / "mine.yaml"
