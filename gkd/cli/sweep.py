@@ -34,7 +34,7 @@ from gkd.errors import ConfigError, end_with_parent
 from gkd.evaluation.comparison import read_all
 from gkd.observability.page.run import read_intervals
 from gkd.observability.page.write import write_page
-from gkd.observability.progress import console
+from gkd.observability.progress import console, print_table
 from gkd.observability.report import Summary, read
 from gkd.observability.run_files import RunFiles
 
@@ -121,6 +121,7 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
     one name.
     """
     from hydra.core.override_parser.types import Glob, IntervalSweep
+    from omegaconf.errors import OmegaConfBaseException
 
     from gkd.config.compose import parse_overrides
 
@@ -133,10 +134,14 @@ def expand(overrides: Sequence[str]) -> Iterator[SweptRun]:
         if isinstance(parsed.value(), Glob | IntervalSweep):
             raise ConfigError(f"--multirun: {override}: glob() and interval() list no values; name them")
         key = parsed.get_key_element()
-        choices.append([(f"{key.lstrip('+')}={value}", f"{key}={value}") for value in parsed.sweep_string_iterator()])
+        try:
+            values = list(parsed.sweep_string_iterator())
+        except OmegaConfBaseException:
+            raise ConfigError(f"--multirun: {override}: values are listed, or one range() is named") from None
+        choices.append([(f"{key.lstrip('+')}={value}", f"{key}={value}") for value in values])
     n = 1
-    for values in choices:
-        n *= len(values)
+    for several in choices:
+        n *= len(several)
     if n == 1:
         raise ConfigError("--multirun: no setting has several values, such as actor.lr=1e-5,1e-4")
     if n > MAX_RUNS:
@@ -205,7 +210,7 @@ def show(codes: Mapping[Path, int], out: Console) -> None:
         else:
             table.add_row(run.name, *(_with_interval(summary, name) for name in names), f"{summary.wall_s:.0f}")
     out.print()
-    out.print(table)
+    print_table(out, table)
     _compare(list(summaries), out)
     if begun := [RunFiles(run) for run in codes if (run / METRICS).exists()]:
         page = begun[0].path.parent / REPORT

@@ -11,7 +11,7 @@ from typing import Any
 from gkd.config.evaluation import Endpoint
 from gkd.evaluation.questions import Question
 from gkd.evaluation.strategies import Messages, Reply
-from gkd.rewards.chat import ChatModel
+from gkd.rewards.chat import ChatModel, make_client
 from gkd.types import Sampling
 
 LONGEST = 1 << 24
@@ -96,12 +96,10 @@ class EndpointReplies:
         return Reply(text, answer.n_tokens, answer.is_cut)
 
     async def work(self) -> None:
-        """Hold the connection until this is cancelled."""
-        from openai import AsyncOpenAI
-
+        """Hold the connection until this is cancelled. Raises RunFailed where there cannot be one."""
         self._chat = asyncio.get_running_loop().create_future()
         settings, section = self.model.settings, f"evaluate.endpoints.{self.model.name}"
-        async with AsyncOpenAI(**settings.client_arguments()) as client:
+        async with make_client(settings, section) as client:
             self._chat.set_result(ChatModel(client, settings, section))
             await asyncio.Event().wait()
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gkd.evaluation.results import Results
 from gkd.evaluation.statistics import Estimate
+from gkd.observability.progress import print_table
 
 COUNTED = ("cost", "iterations")
 PLAIN_NUMBERS = (*COUNTED, "length")
@@ -38,7 +39,7 @@ def show(results: Sequence[Results], out: Console) -> None:
         table.add_row(result.set, result.name, n, *_cells(result.scores, names), speed)
         for difficulty, group in result.groups.items():
             table.add_row("", f"  {difficulty}", f"{group['n']:,}", *_cells(_estimates(group["scores"]), names), "")
-    out.print(table)
+    print_table(out, table)
 
 
 def _estimates(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Estimate]:

@@ -9,12 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.segment import Segments
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 10.0
 STAYS_EVERY_S = 60.0
 """On a terminal, between lines of steps that stay above the live one."""
+MOST_COLUMNS = 10_000
+"""Characters of a line of a table that nothing is cut of."""
 
 
 class _PatientOutput:
@@ -52,6 +57,13 @@ def console(patient: bool = False) -> Console:
         return plain
     file = cast("TextIO", _PatientOutput(plain)) if patient else None
     return Console(file=file, highlight=False, markup=False, emoji=False, width=200, soft_wrap=True)
+
+
+def print_table(out: Console, table: Table) -> None:
+    """Print a table of figures as wide as it has to be: a narrower terminal breaks its lines, and no figure is cut."""
+    needed = Measurement.get(out, out.options.update(width=MOST_COLUMNS), table).maximum
+    lines = out.render(table, out.options.update(width=max(out.width, needed)))
+    out.print(Segments(lines), crop=False, soft_wrap=True, end="")
 
 
 def log_to(out: Console) -> None:

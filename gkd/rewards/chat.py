@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from gkd.config.endpoint import OpenAIEndpoint
+from gkd.config.endpoint import OpenAIEndpoint, hide_secrets_within
 from gkd.errors import QuestionRefused, RunFailed, one_line
 
 if TYPE_CHECKING:
@@ -142,6 +142,18 @@ class ChatModel:
             name = f"variable {variable}" if variable.isupper() else "variable"  # a key has small letters
             text += f"; the {name} ({self._section}.api_key_env) is not set where it is asked from"
         return text
+
+
+def make_client(settings: OpenAIEndpoint, section: str) -> AsyncOpenAI:
+    """Return a client for the endpoint of ``section``. Raises RunFailed for a proxy that it cannot use."""
+    from openai import AsyncOpenAI
+
+    try:
+        return AsyncOpenAI(**settings.client_arguments())
+    except (ImportError, ValueError) as error:  # httpx's, of HTTPS_PROXY, ALL_PROXY and the like
+        raise RunFailed(
+            f"{section}: {settings.public_url} cannot be asked: {hide_secrets_within(str(error))}"
+        ) from None
 
 
 class NoCompletion(ValueError):

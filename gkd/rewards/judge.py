@@ -11,7 +11,7 @@ from pydantic import Field
 from gkd.config.base import WaitSeconds
 from gkd.config.endpoint import OpenAIEndpoint
 from gkd.rewards.answers import cut_reasoning
-from gkd.rewards.chat import ChatModel
+from gkd.rewards.chat import ChatModel, make_client
 from gkd.rewards.completion import Completion, RewardFunction
 
 _PLACE = re.compile(r"\{(prompt|response|answer)\}")
@@ -67,9 +67,7 @@ class Judge(RewardFunction):
     @cached_property
     def _model(self) -> ChatModel:
         """Connect once a process. Without temperature the score is noisier, and reasoning models refuse it."""
-        from openai import AsyncOpenAI
-
-        client = AsyncOpenAI(**self.config.client_arguments())
+        client = make_client(self.config, "reward.judge")
         return ChatModel(client, self.config, "reward.judge", dispensable=("temperature",))
 
 

@@ -70,6 +70,7 @@ def test_all_runs_have_the_file_as_it_was_when_the_first_began(tmp_path: Path) -
         (["+recipe=grpo", "data.prompt_key=a/b,a_b"], "data.prompt_key=a_b"),
         (["+recipe=grpo", "data.prompt_key=glob(*)"], "data.prompt_key=glob(*)"),
         (["+recipe=grpo", "actor.lr=interval(1e-5,1e-4)"], "actor.lr=interval(1e-5,1e-4)"),
+        (["+recipe=grpo", "trainer.seed=range(0,2),range(5,7)"], "trainer.seed=range(0,2),range(5,7): "),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=."], "(metrics.jsonl)"),
         (["+recipe=grpo", "trainer.seed=0,1", "trainer.output_dir=a.jsonl/x"], "trainer.output_dir=/"),
         ([*OWN, "data.train_files=[nowhere.jsonl],[a.jsonl]"], "nowhere.jsonl"),
@@ -183,6 +184,20 @@ def test_all_runs_are_in_one_table_and_one_report(tmp_path: Path) -> None:
     assert other == ["b", "failed,", "exit", "code", "1"]
     data = (tmp_path / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     assert [run["name"] for run in json.loads(data)["runs"]] == ["a", "b"]
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal(tmp_path: Path) -> None:
+    names = [
+        "actor.lr=1e-5,algorithm.loss.name=jsd,trainer.seed=3",
+        "actor.lr=1e-5,algorithm.loss.name=jsd,trainer.seed=4",
+    ]
+    for name in names:
+        make_run(tmp_path / name)
+    file = io.StringIO()
+    show({tmp_path / name: 0 for name in names}, Console(file=file, width=60))
+    rows = [line.split() for line in file.getvalue().splitlines()[1:4]]
+    assert rows[0] == ["run", "val/accuracy", "seconds"]
+    assert [row[:2] for row in rows[1:]] == [[name, "0.4500"] for name in names]
 
 
 def test_runs_are_compared_with_the_first_question_by_question(

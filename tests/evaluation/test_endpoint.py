@@ -286,6 +286,16 @@ def test_an_endpoint_that_sends_a_byte_now_and_then_is_given_up(
     assert eventually(lambda: [request["path"] for request in Adder.requests] == expected)
 
 
+@pytest.mark.parametrize("proxy", ["socks5://me:secret-word@127.0.0.1:1", "nothing://me:secret-word@127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_said(
+    proxy: str, tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package for SOCKS, which is not among what is installed, is named."""
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(RunFailed, match=r"^evaluate\.endpoints\.adder: http://127.* (SOCKS|scheme)(?!.*secret-word)"):
+        evaluate(compose_evaluation(arguments(tmp_path, server, n=1)), Console(file=StringIO()))
+
+
 def test_an_endpoint_needs_a_url_and_a_name_of_its_own(tmp_path: Path, server: ThreadingHTTPServer) -> None:
     overrides = arguments(tmp_path, server)
     with pytest.raises(ConfigError, match=r"evaluate\.endpoints\.adder: url"):
