@@ -57,7 +57,7 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     except ValueError as error:
         target_modules, reason = settings.target_modules, one_line(error)
         raise ConfigError(f"actor.lora.target_modules={target_modules}: {reason}") from None
-    owners = Counter(p for module in lm.modules() for p in module._parameters.values() if p is not None)
+    owners = _count_owners(lm)
     for name, module in lm.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
@@ -70,6 +70,11 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     for name, parameter in lm.named_parameters():
         if is_adapter(name):  # trained, so in float32, whatever it is beside
             parameter.data = parameter.data.float()
+
+
+def _count_owners(lm: nn.Module) -> Counter[Any]:
+    """Return how many layers have each parameter."""
+    return Counter(p for module in lm.modules() for p in module._parameters.values() if p is not None)
 
 
 def _require_layers(targets: Sequence[str], layers: Sequence[str]) -> None:
@@ -98,9 +103,19 @@ def _linear_layers(lm: Any) -> list[str]:
 
     Its all-linear takes experts along, which cannot be merged, and layers for images, which no text goes through. Names
     that it takes for experts' are left out: in some families (DeepSeek V3) those of dense layers and shared experts.
+    So are layers that share their weights (Zamba 2), and those of Mamba's mixers but the first: kernels, and some of the code
+    in transformers, multiply by their weights alone, without an adapter.
     """
     head, text = lm.get_output_embeddings(), {*lm.get_decoder().modules()}
-    names = [name for name, module in lm.named_modules() if _is_plain(module) and module in text and module is not head]
+    modules, owners = dict(lm.named_modules()), _count_owners(lm)
+
+    def is_taken(name: str, module: nn.Module) -> bool:
+        above, _, last = name.rpartition(".")
+        own_weight = _is_plain(module) and owners[module.weight] == 1
+        within_mamba = hasattr(modules[above], "A_log") and hasattr(modules[above], "D")
+        return own_weight and module in text and module is not head and (last == "in_proj" or not within_mamba)
+
+    names = [name for name, module in modules.items() if name and is_taken(name, module)]
     converted = LoraConfig(target_modules=names)
     convert_peft_config_for_transformers(converted, lm, None)
     return [name for name in names if name in (converted.target_modules or ())]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
@@ -48,6 +50,27 @@ def trained(path: Path, **lora: object) -> Student:
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     return student
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "mixer"),
+    [
+        ("falcon_h1", {"num_hidden_layers": 2}, ["in_proj"]),
+        ("bamba", {"num_hidden_layers": 2, "attn_layer_indices": [1]}, ["in_proj"]),
+        ("mamba", {"num_hidden_layers": 2}, ["in_proj"]),
+        ("qwen3_next", {"num_hidden_layers": 2}, ["in_proj_ba", "in_proj_qkvz", "out_proj"]),  # which calls it
+    ],
+)
+def test_all_linear_layers_are_those_that_are_called(family: str, shape: dict[str, object], mixer: list[str]) -> None:
+    """Kernels of Mamba's mixers multiply by the weights of the others, without an adapter."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**shape))
+        add_adapter(lm, Lora(r=4))
+    adapted = {name.partition(".lora_")[0] for name, _ in lm.named_parameters() if is_adapter(name)}
+    modules = dict(lm.named_modules())
+    mixers = {name for name in modules if hasattr(modules[name], "A_log")}
+    assert sorted({name.rpartition(".")[2] for name in adapted if name.rpartition(".")[0] in mixers}) == mixer
+    assert family == "mamba" or any("mlp" in name or "feed_forward" in name for name in adapted)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
