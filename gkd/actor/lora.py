@@ -103,8 +103,8 @@ def _linear_layers(lm: Any) -> list[str]:
 
     Its all-linear takes experts along, which cannot be merged, and layers for images, which no text goes through. Names
     that it takes for experts' are left out: in some families (DeepSeek V3) those of dense layers and shared experts.
-    So are layers that share their weights (Zamba 2), and those of Mamba's mixers but the first: kernels, and some of the code
-    in transformers, multiply by their weights alone, without an adapter.
+    So are layers that share their weights (Zamba 2), and those of Mamba's mixers but the first: kernels, and some of
+    transformers' code, multiply by their weights alone, without an adapter.
     """
     head, text = lm.get_output_embeddings(), {*lm.get_decoder().modules()}
     modules, owners = dict(lm.named_modules()), _count_owners(lm)
