@@ -52,7 +52,7 @@ def test_work_is_shared_between_replicas(serve: Serve, connect: Connect) -> None
 
 def test_a_hanging_engine_costs_one_timeout(serve: Serve, connect: Connect) -> None:
     hanging, other = serve(TableEngine(delay_s=60.0)), serve()
-    client = connect(hanging.server.address, other.server.address, request_timeout_s=0.5)
+    client = connect(hanging.server.address, other.server.address, request_timeout_s=0.5, heartbeat_s=30.0)
     client.connect(30)
     assert all_right([client.submit(a_score(i)) for i in range(6)])
     # The heartbeats are fine, so it is in; but what it has not answered counts as load, and the others are preferred.
@@ -255,7 +255,7 @@ def test_a_request_leaves_a_suspect_replica_once_and_without_an_attempt(serve: S
     """Where all are suspect they are asked as always; one that hangs everywhere fails after as many attempts."""
     hanging = [serve(TableEngine(delay_s=60.0)) for _ in range(2)]
     first, second = (running.server.address for running in hanging)
-    client = connect(first, second, request_timeout_s=30.0, max_attempts=2)
+    client = connect(first, second, request_timeout_s=30.0, max_attempts=2, heartbeat_s=30.0)
     client.connect(30)
     client.expect(first, 30.0, first, suspect=True)
     client.expect(second, 30.0, second, suspect=True)
@@ -270,7 +270,7 @@ def test_a_request_leaves_a_suspect_replica_once_and_without_an_attempt(serve: S
 
 def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
     running = serve(TableEngine(delay_s=60.0))
-    client = connect(running.server.address, request_timeout_s=0.3, max_attempts=2)
+    client = connect(running.server.address, request_timeout_s=0.3, max_attempts=2, heartbeat_s=30.0)
     client.connect(30)
     with pytest.raises(ScorerUnavailable, match=r"2 attempts .*: tcp://\S+ no answer .*; tcp://\S+ no answer"):
         client.submit(a_score()).result(30)
@@ -278,7 +278,7 @@ def test_attempts_are_limited_and_told(serve: Serve, connect: Connect) -> None:
 
 def test_a_late_answer_is_taken_once_and_its_duplicate_dropped(serve: Serve, connect: Connect) -> None:
     slow = serve(TableEngine(delay_s=60.0))
-    client = connect(slow.server.address, request_timeout_s=0.35, max_attempts=100)
+    client = connect(slow.server.address, request_timeout_s=0.35, max_attempts=100, heartbeat_s=30.0)
     client.connect(30)
     future = client.submit(a_score(0))
     assert eventually(lambda: client.counts["retried"] and client.replicas[0].outstanding)

@@ -71,7 +71,15 @@ def test_an_interruption_ends_the_process_and_leaves_nothing_half_made(tmp_path:
     with pytest.raises(KeyboardInterrupt):
         prepare(config(tmp_path, teacher_steps=100_000), report)
     assert entries(tmp_path) == []
-    assert not [child for child in psutil.Process().children() if "sort_digits.warmup" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if "sort_digits.warmup" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Return the command line of a process; empty of one that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
