@@ -17,7 +17,7 @@ from typing import Any
 
 from gkd.data.formats import delimiter_of, find_reader, read_parquet
 from gkd.data.row import ROWS_AT_ONCE, Row, rows_of_batches
-from gkd.errors import ConfigError, one_line
+from gkd.errors import ConfigError, describe_error
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -156,7 +156,8 @@ def _failures(subject: str, source: str = "", part: str = "") -> Iterator[None]:
             f"this gets it: hf download --repo-type dataset {source}"
         ) from None
     except Exception as error:
-        raise ConfigError(f"{subject}: {one_line(error)}") from None
+        # Of what it meets in a file it states only that it was met.
+        raise ConfigError(f"{subject}: {describe_error(error.__cause__ or error)}") from None
 
 
 @contextmanager

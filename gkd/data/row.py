@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from gkd.config.hints import suggest
 from gkd.config.overrides import flatten
@@ -15,6 +17,10 @@ from gkd.errors import ConfigError, one_line
 KEYS_SHOWN = 20
 ROWS_AT_ONCE = 1000
 """Rows of a table that are in memory at a time: of long documents tens of thousands would be gigabytes."""
+_SHORT_FLOATS = {"float": np.float32, "halffloat": np.float16}
+"""Types of pyarrow of less than double precision, by name."""
+MOST_ANSWERS = 64
+"""Numbers of a list that may be answers; embeddings have more, and stay as they are read, which is fast."""
 _ABSENT = object()
 
 
@@ -63,22 +69,35 @@ class Row:
         return value
 
 
-def _holds_json(kind: Any) -> bool:
-    """Return whether values of a type of pyarrow are JSON as text, or hold such, as `datasets` stores mixed columns."""
-    return getattr(kind, "extension_name", "") == "arrow.json" or any(
-        _holds_json(kind.field(index).type) for index in range(kind.num_fields)
-    )
+def _is_json(kind: Any) -> bool:
+    """Return whether values of a type of pyarrow are JSON as text, as `datasets` stores mixed columns."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
 
 
-def _decode_json(kind: Any, value: Any) -> Any:
-    """Return a value of this type with what its JSON stands for in the place of the text."""
-    if value is None or not _holds_json(kind):
+def _is_short_float(kind: Any) -> bool:
+    """Return whether values of a type of pyarrow are of less than double precision."""
+    return str(kind) in _SHORT_FLOATS
+
+
+def _holds(is_such: Callable[[Any], bool], kind: Any) -> bool:
+    """Return whether a type of pyarrow is such a one, or has values of such a one."""
+    return is_such(kind) or any(_holds(is_such, kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """Return a value of this type with what its JSON stands for in place of the text, and 3.14 for a short 3.14.
+
+    That is the shortest number that is stored so; as a double it would be 3.140000104904175.
+    """
+    if value is None or not (_holds(_is_json, kind) or _holds(_is_short_float, kind)):
         return value
-    if not kind.num_fields:
-        return json.loads(value)
-    if isinstance(value, list):
-        return [_decode_json(kind.field(0).type, below) for below in value]
-    return {name: _decode_json(kind.field(name).type, below) for name, below in value.items()}
+    if isinstance(value, dict):
+        return {name: _decode(kind.field(name).type, below) for name, below in value.items()}
+    if not isinstance(value, list):
+        return json.loads(value) if _is_json(kind) else float(str(_SHORT_FLOATS[str(kind)](value)))
+    within = kind.field(0).type
+    is_long = _is_short_float(within) and len(value) > MOST_ANSWERS
+    return value if is_long else [_decode(within, below) for below in value]
 
 
 def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
@@ -91,9 +110,9 @@ def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
         try:
             rows = batch.to_pylist()
             for field in batch.schema:
-                if _holds_json(field.type):
+                if _holds(_is_json, field.type) or _holds(_is_short_float, field.type):
                     for row in rows:
-                        row[field.name] = _decode_json(field.type, row[field.name])
+                        row[field.name] = _decode(field.type, row[field.name])
         except (OverflowError, ValueError) as error:
             raise ConfigError(
                 f"{place} rows {number + 1} to {number + len(batch)} hold a value unknown to Python: {one_line(error)}"

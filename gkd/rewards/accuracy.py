@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from gkd.rewards.answers import (
     Numeral,
+    find_stated,
     last_formula,
     last_line,
     last_number,
@@ -73,14 +74,15 @@ def agreement(response: str, answer: str) -> float:
     response, answer = response.translate(_FULL_WIDTH), answer.translate(_FULL_WIDTH)
     if " ".join(response.split()) == " ".join(answer.split()):
         return 1.0
-    stated = stated_answer(answer)
-    expected = answer if stated is None else stated
+    reference = stated_answer(answer)
+    expected = answer if reference is None else reference
     if not normalize_text(expected):
         return 0.0
-    stated = stated_answer(response, lambda content: _is_plausible(content, expected))
-    candidates = (
-        _guess_answers(response, expected) if stated is None else [*readings(stated), *_find_number(stated, expected)]
-    )
+    stated = find_stated(response, lambda content: _is_plausible(content, expected))
+    if stated is None:
+        candidates = _guess_answers(response, expected)
+    else:
+        candidates = [*readings(stated), *_find_number(stated.content, expected)]
     return float(any(is_same_answer(candidate, expected) for candidate in candidates))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gkd.rewards.quantity import EXPONENT, FRACTION, SYMBOL, UNSIGNED, WIDE, spell_vulgar_fractions
 
@@ -34,6 +34,7 @@ _END = re.compile(
     r"|\s+\((?=[^)]{0,80}[a-z]{2})",
     re.IGNORECASE,
 )
+_END_WITHIN_MARKS = re.compile(_END.pattern.replace("[.!?]", r"(?:[.?]|(?<=[^\W\d_]{2})!)"), _END.flags)  # n! is no end
 _FINAL_NUMBER = re.compile(
     rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"
     rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:[0-9]+\s(?=[0-9]+\s?/\s?[0-9]))?"
@@ -56,11 +57,15 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}")
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """An answer and where in the text it is stated; no ``content`` where the text ends before it does."""
+    """An answer and where in the text it is stated; no ``content`` where the text ends before it does.
+
+    ``is_marked``: by more than the words of a sentence, which goes on, or ends with a mark of its own.
+    """
 
     start: int
     end: int
     content: str
+    is_marked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,12 @@ class Numeral:
 
 
 def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: True) -> str | None:
+    """Return the content of :func:`find_stated`; None for none."""
+    stated = find_stated(text, plausible)
+    return None if stated is None else stated.content
+
+
+def find_stated(text: str, plausible: Callable[[str], bool] = lambda content: True) -> Statement | None:
     """Return the answer that ``text`` states last, without its marker; None for none, "" for an unfinished one.
 
     The last one counts, whatever its form, and one inside another (a box in a sentence) is taken out of it. A sentence
@@ -84,9 +95,9 @@ def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: 
     ]
     if not statements:
         return None
-    content = max(statements, key=lambda s: (s.end, -s.start)).content.strip()
-    inner = stated_answer(content, plausible)
-    return content if inner is None else inner
+    last = max(statements, key=lambda s: (s.end, -s.start))
+    inner = find_stated(last.content, plausible)
+    return replace(last, content=last.content.strip()) if inner is None else inner
 
 
 def with_opened_reasoning(prompt: str, response: str) -> str:
@@ -156,7 +167,7 @@ def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
     matches = sorted([*_SENTENCE.finditer(text), *_CORRECT_CHOICE.finditer(text)], key=lambda match: match.end())
     for match in reversed(matches[-MOST_SENTENCES:]):
         if match.re is _CORRECT_CHOICE:
-            return Statement(match.start(), match.end(), match[1])
+            return Statement(match.start(), match.end(), match[1], is_marked=False)
         opening = text[match.end() : match.end() + 2]
         if opening in _DISPLAY:
             closing = text.find(_DISPLAY[opening], match.end() + 2)
@@ -166,14 +177,14 @@ def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
             end = len(text) if end < 0 else end
         content = text[match.end() : end]
         if content.strip() and (plausible(content) or _BOX.search(content)):
-            return Statement(match.start(), end, content)
+            return Statement(match.start(), end, content, is_marked=False)
     return None
 
 
-def readings(content: str) -> list[str]:
+def readings(stated: Statement) -> list[str]:
     """Return what a stated answer may be meant to be: all of it, or as far as its first sentence or clause."""
-    content = " ".join(content.split())  # what ends a clause is searched for from every space of a run of them
-    first = _END.split(content, maxsplit=1)[0]
+    content = " ".join(stated.content.split())  # what ends a clause is searched for from every space of a run of them
+    first = (_END_WITHIN_MARKS if stated.is_marked else _END).split(content, maxsplit=1)[0]
     return [content] if first == content or not first.strip() else [content, first]
 
 

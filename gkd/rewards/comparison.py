@@ -41,9 +41,11 @@ FUNCTIONS |= {"max", "min", "det", "lim", "inf", "deg", "arcsin", "arccos", "arc
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\*?\}|\\[a-zA-Z]+")
 _OPERATOR = re.compile(r"[\d\\^+*/=<>]|(?<![a-zA-Z])[a-zA-Z]?\s*-\s*[a-zA-Z](?![a-zA-Z])")  # p - q, and not so-so
 _SPACING = re.compile(r"(?P<row>\\\\)|\\[,!;: ]|\\q?quad\b|~|\xa0")
+_EN_DASH = re.compile("(?<=[0-9])\\s?\N{EN DASH}\\s?(?=[0-9])")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?:q|qslant)?(?![a-zA-Z])")
 _OR = re.compile(r"\bor\b")
 _UNICODE = {"∞": "\\infty", "∅": "\\emptyset", "∈": "\\in", "\N{UNION}": "\\cup", "·": "\\cdot", TIMES: "\\times"}
+_UNICODE |= {"\N{DEGREE CELSIUS}": "°C", "\N{DEGREE FAHRENHEIT}": "°F"}
 _UNICODE |= {"π": "\\pi", "≤": "\\le", "≥": "\\ge", "≠": "\\ne", "≈": "\\approx", "±": "\\pm"}
 _ASCII = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne "}
 _SYMBOLS = str.maketrans({character: f"{command} " for character, command in _UNICODE.items()})
@@ -57,6 +59,11 @@ _ABOUT = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _ANY_FRACTION = re.compile(rf"(\\sqrt\s*|\^)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_JOINED = re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)+|\d+(?:/\d+){2,}|\d+(?:\s?x\s?\d+)+")
+"""Numerals that are no arithmetic: a range or a score (3-1), a date (1/2/2020), a size (3x4)."""
+_RATIO = re.compile(r"[^:]+(?::[^:]+){2,}")
+_COMPOUND = re.compile(r"(?=\D*\d)(?:[A-Z][a-z]?\d*){2,}")
+"""Of chemistry (Fe2O3), in which what stands side by side is not multiplied."""
 _TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _IN_ANY_ORDER = {"", "{}", "±"}
@@ -75,6 +82,7 @@ def strip_markup(text: str) -> str:
     text = re.sub(r"(?<=[0-9])(?:,\\!\s?|\{,\})(?=[0-9])", ",", text)
     text = re.sub(r"(?<=[0-9])\\[,!;: ](?=[0-9])", "", text)
     text = _SPACING.sub(lambda match: match["row"] or " ", text).replace("\N{MINUS SIGN}", "-")
+    text = _EN_DASH.sub("-", text)
     text = _POWER.sub(r"^\1", _spell_symbols(text))
     text = _NAMED_BASE.sub(lambda match: f"_{{{_BASES.split('|').index(match['name']) + 2}}}", text)
     text = " ".join(re.sub(r"\\(?:left|right|displaystyle)\b", "", text).split())
@@ -243,9 +251,11 @@ def _names(items: list[str]) -> set[str]:
 def is_formula(text: str) -> bool:
     """Return whether math-verify may compare it: no prose, and no numbers side by side, which it would add.
 
-    A subscript is none of these numbers, as in a logarithm's base.
+    A subscript is none of these numbers, as in a logarithm's base. A chemical formula is text.
     """
     text = _TEXT.sub(" ", text)
+    if _COMPOUND.fullmatch(text.strip()):
+        return False
     words = [word for word in _WORD.findall(_COMMAND.sub(" ", text)) if word.lower() not in FUNCTIONS]
     return not words and bool(_OPERATOR.search(text)) and not re.search(r"(?<!_)\d\s+[\d.]", text)
 
@@ -262,7 +272,27 @@ def _is_same_formula(own: str, reference: str) -> bool:
     times = [_TIME.findall(text) for text in (own, reference)]  # 10:30 is no 4:12, as quotients they are equal
     if not units_agree(*texts) or scales[0] != scales[1] or bases[0] != bases[1] or times[0] != times[1]:
         return False
-    return are_math_equal(_as_latex(_without_unit(own)), _as_latex(_without_unit(reference)))
+    own, reference = _without_unit(own), _without_unit(reference)
+    if (joined := _find_joined(reference)) is not None:
+        return _find_joined(own) == joined
+    if _RATIO.fullmatch(reference) and _RATIO.fullmatch(own):
+        return _is_same_ratio(own.split(":"), reference.split(":"))
+    return are_math_equal(_as_latex(own), _as_latex(reference))
+
+
+def _find_joined(text: str) -> list[Fraction] | None:
+    """Return the numerals of a range, a score, a date or a size; None for anything else."""
+    plain = re.sub(r"\s*\\?%$", "", text)
+    return [Fraction(part) for part in re.split(r"[-/x]", plain)] if _JOINED.fullmatch(plain) else None
+
+
+def _is_same_ratio(own: list[str], reference: list[str]) -> bool:
+    """Return whether a : b : c is the other, up to one factor."""
+    pairs = list(zip(own, reference, strict=False))
+    products = [
+        [f"({_as_latex(a)}) \\cdot ({_as_latex(b)})" for a, b in ((x, pairs[0][1]), (pairs[0][0], y))] for x, y in pairs
+    ]
+    return len(own) == len(reference) and all(are_math_equal(left, right) for left, right in products)
 
 
 def _as_latex(formula: str) -> str:

@@ -140,12 +140,26 @@ def _read(text: str) -> tuple[list[Any], Numbers | None]:
     parsed = parse(f"${text.strip('$')}$", [form], fallback_mode="no_fallback", parsing_timeout=None)
     if not parsed:
         return [], None
+    parsed = [_spell_imaginary_unit(part) for part in parsed]
     try:
         if re.search(r"\bor\b", text):
             parsed = [_unite(parsed[0]), *parsed[1:]]
         return parsed, _numbers_of(parsed[0])
     except Exception:  # sympy raises what it meets, also of what is no number
         return parsed, None
+
+
+def _spell_imaginary_unit(answer: Any) -> Any:
+    """Return a parsed answer in which ``i`` is the imaginary unit, or a real variable beside others.
+
+    To math-verify an ``i`` that stands alone is another variable than one after a digit, and neither is that unit.
+    """
+    from sympy import I, Symbol
+
+    symbols = getattr(answer, "free_symbols", ())
+    of_i = [symbol for symbol in symbols if symbol.name == "i"]
+    meant = I if len(of_i) == len(symbols) else Symbol("i", real=True)
+    return answer.xreplace(dict.fromkeys(of_i, meant)) if of_i else answer
 
 
 def _unite(answer: Any) -> Any:
@@ -203,9 +217,10 @@ def _roots(expression: Any, variable: Any, places: dict[Any, Any]) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number of sympy's. Raises ValueError for anything else."""
+    """Return a number of sympy's. Raises ValueError or TypeError for anything else."""
     if not (value.is_number and value.is_finite):
         raise ValueError(f"{value} is no number")
+    complex(value)  # raises TypeError for what has no value, such as an unevaluated remainder
     return value
 
 

@@ -30,7 +30,7 @@ _APART = r"\s+(?=[a-z]{2}|(?-i:[mgshlLVWNJAC])\b)"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s?(?P<currency>{SYMBOL}?)\s?(?P<minus>-?)(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?"
     rf"(?P<value>{UNSIGNED})(?P<exponent>{EXPONENT})?(?P<fraction>{FRACTION})\.?\s*(?P<after>{SYMBOL}?)"
-    rf"(?P<percent>%|percent\b|°|\\degree\b|\^\{{?\\circ\}}?)?"
+    rf"(?P<percent>%|percent\b|(?:°|\\degree\b|\^\{{?\\circ\}}?)(?:\s*(?P<scale>(?-i:[CFK]))(?![a-z]))?)?"
     rf"(?P<unit>(?:(?={_ATTACHED})|{_APART}|(?=/[a-z]{{3}}))[a-z/][a-z .'/-]*(?:\^\{{?[23]\}}?)?"
     rf"|(?![百千万亿])[{WIDE}]{{1,6}})?",
     re.IGNORECASE,
@@ -67,7 +67,7 @@ def spell_vulgar_fractions(text: str) -> str:
 def quantity(text: str) -> Quantity | None:
     """Return what ``text`` is as a whole: ``$1,000.00``, ``1 1/2``, ``50%``, ``3 million km``; None for no number."""
     match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
-    words = (match["unit"] or "").lower().replace(".", " ").split() if match else []
+    words = " ".join(filter(None, match.group("scale", "unit"))).lower().replace(".", " ").split() if match else []
     if match is None or (words and words[0] in NO_UNITS) or (match["after"] and not PROSE.isdisjoint(words)):
         return None
     if words and words[0].startswith("/") and (not match["currency"] or words[0][1:] in {*NO_UNITS, *SCALES}):

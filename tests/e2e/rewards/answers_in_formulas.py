@@ -69,6 +69,20 @@ MATHEMATICS = [
     ("\\boxed{x^\\frac12}", "\\sqrt{x}", True),
     ("\\boxed{x^½}", "\\sqrt{x}", True),
 ]
+COMPLEX = [
+    ("\\boxed{\\frac{3i}{2}}", "\\frac{3}{2}i", True),
+    ("\\boxed{-1.5i}", "-\\frac{3}{2}i", True),
+    ("\\boxed{\\frac{1+2i}{5}}", "\\frac{1}{5}+\\frac{2}{5}i", True),
+    ("\\boxed{2(2-i)}", "4-2i", True),
+    ("\\boxed{(1+i)^2}", "2i", True),
+    ("\\boxed{\\frac{1-i}{2}}", "\\frac{1}{1+i}", True),
+    ("\\boxed{3i}", "2i", False),
+    ("\\boxed{1-2i}", "1+2i", False),
+    ("\\boxed{2i, -2i}", "\\pm 2i", True),
+    ("\\boxed{3x + i}", "i + 3x", True),
+    ("\\boxed{7 \\mod 12}", "8", False),
+]
+
 NEARLY_EQUAL = [
     ("\\boxed{10^{-8}\\pi}", "10^{-9}\\pi", False),
     ("\\boxed{2^{-60}}", "2^{-61}", False),

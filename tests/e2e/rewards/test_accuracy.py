@@ -14,11 +14,21 @@ from math_verify import verify
 
 from gkd.rewards.accuracy import agreement as accuracy
 from gkd.rewards.math_equality import MathComparer, _compare
-from tests.e2e.rewards.answers_in_formulas import MATH, MATHEMATICS, NEARLY_EQUAL, NOTATION, RELATIONS
-from tests.e2e.rewards.answers_in_text import AFTER_A_MARKER, CHOICES, GSM8K, LISTS, NUMBERS, TEXT, WITHOUT_SPACES
+from tests.e2e.rewards.answers_in_formulas import COMPLEX, MATH, MATHEMATICS, NEARLY_EQUAL, NOTATION, RELATIONS
+from tests.e2e.rewards.answers_in_text import (
+    AFTER_A_MARKER,
+    CHOICES,
+    GSM8K,
+    JOINED,
+    LISTS,
+    NUMBERS,
+    TEXT,
+    WITHOUT_SPACES,
+)
 
 TABLES = [
-    TEXT, AFTER_A_MARKER, NUMBERS, CHOICES, LISTS, MATHEMATICS, NEARLY_EQUAL, RELATIONS, NOTATION, WITHOUT_SPACES
+    TEXT, AFTER_A_MARKER, NUMBERS, CHOICES, LISTS, JOINED, WITHOUT_SPACES, MATHEMATICS, COMPLEX, NEARLY_EQUAL,
+    RELATIONS, NOTATION,
 ]  # fmt: skip
 
 
