@@ -175,15 +175,17 @@ def _raise_received(config: Config, output: Path, failure: Exception) -> None:
 def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable[[str], None]) -> Inputs:
     """Find models and data of a run. Raises ConfigError where they are not those of the ``saved`` run that goes on.
 
-    So does the lack of a tracker's login for one that begins; one that goes on does so without the tracker.
+    So does the lack of a tracker's login for one that begins; one that goes on, or begins again, does so without the
+    tracker.
     """
     from gkd.cluster.workers.worker import pause_garbage_collection
     from gkd.data.layouts import state_day
+    from gkd.driver.checkpoints.attempts import restarts
     from gkd.driver.checkpoints.resume import day_of, differences, require_same_data
     from gkd.driver.inputs.find import find_inputs
     from gkd.observability.tracking import require_logins
 
-    if saved is None:
+    if saved is None and not restarts():
         require_logins(config)
     state_day(day_of(saved))
     with pause_garbage_collection():

@@ -26,7 +26,7 @@ from gkd.config.validating import require_figures
 from gkd.data.layouts import stated_day
 from gkd.driver.checkpoints.attempts import restarts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
-from gkd.driver.checkpoints.resume import DAY, cut, forget_best_after, require_same_data
+from gkd.driver.checkpoints.resume import DAY, cut, differences, forget_best_after, require_same_data
 from gkd.driver.checkpoints.saving import Checkpoints, require_place
 from gkd.driver.inputs.find import Inputs, with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
@@ -74,7 +74,8 @@ def drive(
             if saved is None:
                 note("start", f"gkd {__version__}, recipe {config.recipe}")
             else:
-                note("resume", f"from {saved.path}", step=saved.state.step)
+                text = "; ".join(filter(None, (f"from {saved.path}", differences(saved, config))))
+                note("resume", text, step=saved.state.step)
             if n_restarts := restarts():
                 note("restart", f"{n_restarts} of trainer.restarts={config.trainer.restarts}")
             summary, checkpoints, best = _drive(
@@ -109,7 +110,7 @@ def _drive(
     _log_doubts(config, placement)
     with (
         Progress(out, config.trainer.total_steps) as progress,
-        Trackers(config, output, _find_first_step(saved)) as trackers,
+        Trackers(config, output, _find_first_step(saved), saved is None and not restarts()) as trackers,
     ):
         progress.show_status("loading models")
         system = start(config, inputs, placement)

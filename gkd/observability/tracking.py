@@ -39,11 +39,12 @@ MOST_LATE = 1000
 class Trackers:
     """The trackers of a run whose first new step is ``first_step``; entered, they take metrics.
 
-    Raises ConfigError when one does not start; a run that goes on does so without it, with a warning.
+    Raises ConfigError when one does not start, unless they are not ``required``: a run that goes on, or begins again,
+    does so without it, with a warning.
     """
 
-    def __init__(self, config: Config, output: Path, first_step: int) -> None:
-        self.run = TrackedRun(config, output, first_step)
+    def __init__(self, config: Config, output: Path, first_step: int, required: bool = True) -> None:
+        self.run, self.required = TrackedRun(config, output, first_step), required
         self._started: dict[str, _Started] = {}
         self._failed: set[str] = set()
         self._open = ExitStack()
@@ -119,7 +120,7 @@ class Trackers:
                 try:
                     tracker = self._start(name, caller)
                 except ConfigError as error:
-                    if not self.run.first_step:
+                    if self.required:
                         raise
                     log.warning("%s; the run goes on without it", error)
                     continue

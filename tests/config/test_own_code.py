@@ -24,6 +24,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setenv(KEPT, "")
     monkeypatch.delenv(KEPT)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # whose times have seconds
 
     def forget() -> None:
         monkeypatch.setattr(own_code, "_SOURCES", {})

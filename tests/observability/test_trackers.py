@@ -34,7 +34,7 @@ def config(*names: str) -> Config:
 
 
 def write(config: Config, output: Path, rows: list[dict[str, float]], first: int = 0) -> None:
-    with Trackers(config, output, first) as trackers, MetricsLog(output / "metrics.jsonl", trackers) as log:
+    with Trackers(config, output, first, not first) as trackers, MetricsLog(output / "metrics.jsonl", trackers) as log:
         for row in rows:
             log.write(row)
             if row["step"]:
@@ -257,6 +257,26 @@ def test_a_tracker_that_does_not_return_is_left_out_and_holds_nothing_up(
     late, left_out = (record.getMessage() for record in caplog.records if record.name == "gkd")
     assert contains_in_order(late, f"trainer.trackers: {hanging} ", "step 0", "2 s")
     assert contains_in_order(left_out, f"trainer.trackers: {hanging} ", "step 0")
+
+
+def test_a_run_that_begins_again_before_its_first_step_does_without_a_tracker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "away.py").write_text(
+        "class Away:\n    def __init__(self, run):\n        raise ConnectionError('away')\n"
+        "    def log(self, step, metrics): ...\n    def close(self, failed): ...\n"
+    )
+    away = config(f"{tmp_path}/away.py:Away")
+    with pytest.raises(ConfigError, match="ConnectionError: away"), Trackers(away, tmp_path, 0):
+        pass
+    with Trackers(away, tmp_path, 0, required=False) as trackers:
+        trackers.log(0, {})
+    assert "ConnectionError: away" in caplog.text
+
+
+def test_names_that_a_tracker_takes_for_one_stay_two(tmp_path: Path) -> None:
+    write(config("tensorboard"), tmp_path, [{"step": 0, "val/<5/accuracy": 0.5, "val/>5/accuracy": 0.25}])
+    assert scalars(tmp_path / "tensorboard") == [(0, "val/_5/accuracy", 0.5), (0, "val/_5/accuracy_2", 0.25)]
 
 
 def test_a_tracker_that_is_late_takes_what_it_missed_and_is_closed(

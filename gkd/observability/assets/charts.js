@@ -74,9 +74,14 @@ const Charts = (() => {
     return Math.max(64, ...(ticks || []).map(tick => Math.ceil(plot.ctx.measureText(tick).width / devicePixelRatio) + 18));
   };
 
-  // What is 0 or 1 throughout is drawn between 0 and 1, not up to 100 or 2.
-  const range = (_, low, high) => low === null || low === undefined ? [null, null]
-    : low === high && (low === 0 || low === 1) ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+  // What is 0 or 1 throughout is drawn between 0 and 1, not up to 100 or 2. Values that differ in their last digits, as
+  // those of float32, have room on both sides: uPlot rounds such a difference away, and draws no ticks without end.
+  const range = (_, low, high) => {
+    if (low === null || low === undefined) return [null, null];
+    if (low === high && (low === 0 || low === 1)) return [0, 1];
+    const least = 1e-5 * Math.max(Math.abs(low), Math.abs(high));
+    return low !== high && high - low < least ? [low - least, high + least] : uPlot.rangeNum(low, high, 0.1, true);
+  };
 
   // Areas begin at 0, or their heights say nothing.
   const rangeOf = lines => lines.some(line => line.fill) ? (_, low, high) => range(_, low === null ? null : 0, high) : range;

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
 from pydantic import Field
 
-from gkd import durable
 from gkd.config.base import Settings
 from gkd.config.loading import dump_public
 from gkd.config.overrides import flatten
-from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
+from gkd.observability.trackers.tracker import TrackedRun, Tracker, keep_id, sample_table, spell_names
 
 TEXT = 500
 """Characters that MLflow takes of a parameter."""
@@ -45,26 +47,32 @@ class MLflow(Tracker):
         # Of "sqlite:///" MLflow would make a directory by the name that is quoted, besides the database.
         own = f"sqlite+pysqlite:///{quote(str(run.output_dir / 'mlflow.db'))}"
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
-        self._client: Any = MlflowClient(tracking_uri=uri)
-        kept = run.output_dir / "mlflow_id"
-        if kept.exists():
-            self._id = kept.read_text()
-            self._client.update_run(self._id, status="RUNNING")
-            return
         files = (run.output_dir / "mlflow").as_uri() if uri == own else None
-        existing = self._client.get_experiment_by_name(config.experiment)
-        experiment = existing.experiment_id if existing else self._client.create_experiment(config.experiment, files)
-        group = run.config.trainer.run_group
-        made = self._client.create_run(experiment, run_name=run.name, tags={"group": group} if group else {})
-        self._id = made.info.run_id
-        durable.replace(kept, self._id.encode())
-        self._log_settings(run)
+        if files is not None:
+            _move_artifacts(run.output_dir / "mlflow.db", config.experiment, files)
+        self._client: Any = MlflowClient(tracking_uri=uri)
+
+        def make_run() -> str:
+            existing = self._client.get_experiment_by_name(config.experiment)
+            experiment = (
+                existing.experiment_id if existing else self._client.create_experiment(config.experiment, files)
+            )
+            group = run.config.trainer.run_group
+            made = self._client.create_run(experiment, run_name=run.name, tags={"group": group} if group else {})
+            return str(made.info.run_id)
+
+        self._id, existed = keep_id(run, "mlflow_id", make_run)
+        if existed:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._log_settings(run)
 
     def _log_settings(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
 
         settings = flatten(dump_public(run.config))
-        params = [Param(_as_name(name), str(value)[:TEXT]) for name, value in settings.items()]
+        names = spell_names(settings, _as_name)
+        params = [Param(names[name], str(value)[:TEXT]) for name, value in settings.items()]
         for first in range(0, len(params), 100):  # as many as a request may have
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -73,7 +81,8 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = [Metric(_as_name(name), value, now, step) for name, value in metrics.items()]
+        names = spell_names(metrics, _as_name)
+        values = [Metric(names[name], value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=values)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -87,6 +96,22 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
+def _move_artifacts(database: Path, experiment: str, files: str) -> None:
+    """Have a run's own database, whose directory may have been copied or moved, state that artifacts are in ``files``.
+
+    MLflow keeps their whole path, and offers no way to change it.
+    """
+    if not database.exists():
+        return
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        kept = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (before,) in connection.execute(kept, [experiment]).fetchall():
+            connection.execute("UPDATE experiments SET artifact_location = ? WHERE name = ?", [files, experiment])
+            moved = "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) WHERE substr(artifact_uri, 1, ?) = ?"
+            connection.execute(moved, [files, len(before) + 1, len(before), before])
+
+
 def _as_name(text: str) -> str:
-    """Return a name without characters that MLflow refuses, with which it takes nothing of a step: ``pass_4``."""
-    return re.sub(r"[^/\w.\- :]", "_", text)
+    """Return a name without what MLflow refuses, with which it takes nothing of a step: ``pass@4``, an empty part."""
+    parts = re.sub(r"[^/\w.\- :]", "_", text).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table
+from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table, spell_names
 
 
 class TensorBoard(Tracker):
@@ -33,7 +33,8 @@ class TensorBoard(Tracker):
         """Write the metrics of a step."""
         from tensorboardX import summary
 
-        self._write([(step, summary.scalar(name, value)) for name, value in metrics.items()])
+        names = spell_names(metrics, lambda name: re.sub(r"[^-/\w.]", "_", name).lstrip("/"))  # as it would
+        self._write([(step, summary.scalar(names[name], value)) for name, value in metrics.items()])
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write samples as a table of its text page."""

@@ -5,11 +5,13 @@ The packages of built-in trackers are extras, imported only where a tracker is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gkd import durable
 from gkd.config import Config
 
 FINISH_S = 300.0
@@ -52,6 +54,35 @@ class Tracker:
 
     def close(self, failed: bool) -> None:
         """Write what is left; ``failed``: the run did not come to its end."""
+
+
+def keep_id(run: TrackedRun, name: str, make: Callable[[], str]) -> tuple[str, bool]:
+    """Return the id that a run has at a tracker, and whether it had it before; it is kept in ``output_dir/name``.
+
+    What a directory that was copied goes on with is another run, with an id of its own.
+    """
+    kept, here = run.output_dir / name, str(run.output_dir.absolute())
+    if kept.exists():
+        id, _, place = kept.read_text().partition("\n")
+        original = Path(place or here) / name
+        if not original.exists() or original.samefile(kept) or original.read_text().partition("\n")[0] != id:
+            durable.replace(kept, f"{id}\n{here}".encode())  # it may have been moved
+            return id, True
+    id = make()
+    durable.replace(kept, f"{id}\n{here}".encode())
+    return id, False
+
+
+def spell_names(names: Iterable[str], spell: Callable[[str], str]) -> dict[str, str]:
+    """Return how a tracker takes each of ``names``; of several that ``spell`` makes one, later ones have a number."""
+    spelled: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        plain = spell(name)
+        numbered = (f"{plain}_{n}" for n in count(2))
+        spelled[name] = next(other for other in chain([plain], numbered) if other not in taken)
+        taken.add(spelled[name])
+    return spelled
 
 
 def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

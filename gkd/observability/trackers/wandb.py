@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from gkd import durable
 from gkd.config.base import Settings
 from gkd.config.loading import dump_public
 from gkd.errors import ConfigError, describe_error
-from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, sample_table
+from gkd.observability.trackers.tracker import FINISH_S, TrackedRun, Tracker, keep_id, sample_table
 
 STEP = "trainer/step"
 
@@ -44,15 +43,13 @@ class WandB(Tracker):
         import wandb
 
         self._end = wandb.teardown
-        kept = run.output_dir / "wandb_id"
-        if not kept.exists():
-            durable.replace(kept, uuid.uuid4().hex.encode())
+        id, _ = keep_id(run, "wandb_id", lambda: uuid.uuid4().hex)
         try:
             self._run: Any = wandb.init(
                 project=config.project,
                 name=run.name,
                 group=run.config.trainer.run_group,
-                id=kept.read_text(),
+                id=id,
                 resume="allow",
                 dir=str(run.output_dir),
                 config=dump_public(run.config),

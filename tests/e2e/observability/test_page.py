@@ -234,6 +234,19 @@ def test_a_metric_that_is_0_or_1_throughout_is_drawn_as_a_share(tmp_path: Path) 
     assert bounds["response/length_mean"][0] > 50
 
 
+@pytest.mark.parametrize(
+    "values", [(1.0, 0.99999994, 1.0), (3.000001, 3.000003, 3.000002), (-1.0, -0.9999999, -1.0)]
+)
+def test_values_that_differ_in_their_last_digits_are_drawn(values: tuple[float, ...], tmp_path: Path) -> None:
+    """As sums of probabilities in float32 do. The page had no end of ticks to draw, and stayed blank."""
+    run = make_run(tmp_path / "run", 2)
+    (run / "metrics.jsonl").write_text(lines([row(step) | {"actor/entropy": values[step]} for step in range(3)]))
+    seen = see([run], tmp_path)
+    low, high = next(ends for metric, *ends in seen.page["bounds"] if metric == "actor/entropy")
+    assert low < min(values) and high > max(values) and high - low < 1e-3
+    assert seen.console == []
+
+
 def test_a_run_without_a_teacher_is_not_explained_the_colours_of_one(look: Callable[..., Seen], tmp_path: Path) -> None:
     assert "3 nats" in look(WIDE).page["text"]
     samples = [sample(1, 0)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def test_settings_that_leave_the_machine_have_no_secrets_of_urls(
         judged = load({"trainer": trainer, "reward": reward, "algorithm": {"name": "grpo"}, "rollout": {"n": 2}})
         with contextlib.suppress(ConfigError):
             write(judged, tmp_path, ROWS)
-    logged = MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow_id").read_text()).data.params
+    logged = MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow_id").read_text().split()[0]).data.params
     assert logged["reward.judge.url"] == sent["reward"]["judge"]["url"] == "https://h.example/v1"
     assert logged["trainer.mlflow.tracking_uri"] == sent["trainer"]["mlflow"]["tracking_uri"] == uri
 
@@ -121,6 +123,32 @@ def test_mlflow_keeps_a_run_where_it_is_whatever_its_directory_is_called(
     write(load({"trainer": {"trackers": ["mlflow"]}}), tmp_path / name, ROWS)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert {"mlflow", "mlflow.db", "mlflow_id"} < {path.name for path in (tmp_path / name).iterdir()}
+
+
+@pytest.mark.parametrize("way", [shutil.move, shutil.copytree])
+def test_mlflow_goes_on_where_the_run_s_directory_is_by_now(
+    way: Callable[[Path, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was moved as the same run, one that was copied as another, whose id is its own."""
+    pytest.importorskip("mlflow", reason="MLflow is not installed (pip install 'gkd[mlflow]')")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    write(config("mlflow"), first, ROWS)
+    (table,) = first.rglob("step_1.json")
+    way(first, second)
+    later = (
+        "import sys; from pathlib import Path; from tests.observability.test_trackers import config, write\n"
+        "write(config('mlflow'), Path(sys.argv[1]), [{'step': 1, 'val/loss': 1.0}], first=1)"
+    )  # in a process of its own, as MLflow remembers where a run's artifacts are
+    subprocess.run(
+        [sys.executable, "-c", later, second], check=True, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}
+    )
+    ids = [(place / "mlflow_id").read_text().split()[0] for place in (first, second) if place.exists()]
+    assert len(set(ids)) == len(ids)
+    is_copied = way is shutil.copytree
+    assert list(first.rglob("step_1.json")) == [table] * is_copied
+    assert len({*second.rglob("step_1.json")}) == 1 + is_copied
 
 
 def test_mlflow_takes_rewards_of_one_last_name(
@@ -139,7 +167,7 @@ def test_mlflow_takes_rewards_of_one_last_name(
     values = {f"reward/{label}/mean": float(i) for i, label in enumerate(scored.reward.labels().values())}
     write(scored, tmp_path, [{"step": 0, **values}])
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == values
+    assert client.get_run((tmp_path / "mlflow_id").read_text().split()[0]).data.metrics == values
     assert [record for record in caplog.records if record.name == "gkd"] == []
 
 
@@ -150,10 +178,13 @@ def test_mlflow_takes_figures_of_several_samples_and_all_beside_them(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write(config("mlflow"), tmp_path, [{"step": 0, "val/hard/pass@4": 0.5, "val/hard/maj@4": 0.25, "val/loss": 2.0}])
+    odd = {"val/s/difficulty//accuracy": 0.5, "val/s/difficulty/<5/accuracy": 0.25, "val/s/difficulty/>5/accuracy": 1.0}
+    row = {"step": 0, "val/hard/pass@4": 0.5, "val/hard/maj@4": 0.25, "val/loss": 2.0, **odd}
+    write(config("mlflow"), tmp_path, [row])
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    expected = {"val/hard/pass_4": 0.5, "val/hard/maj_4": 0.25, "val/loss": 2.0}
-    assert client.get_run((tmp_path / "mlflow_id").read_text()).data.metrics == expected
+    expected = {"val/hard/pass_4": 0.5, "val/hard/maj_4": 0.25, "val/loss": 2.0, "val/s/difficulty/_/accuracy": 0.5}
+    expected |= {"val/s/difficulty/_5/accuracy": 0.25, "val/s/difficulty/_5/accuracy_2": 1.0}
+    assert client.get_run((tmp_path / "mlflow_id").read_text().split()[0]).data.metrics == expected
     assert [record for record in caplog.records if record.name == "gkd"] == []
 
 
