@@ -24,18 +24,23 @@ SHOWN, BEFORE = 120, 40  # characters of a text in an error, and how many of the
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A chat template (Jinja), the special tokens that it may name, and the ids ``before`` and ``after`` plain text."""
+    """A chat template (Jinja), the special tokens that it may name, and the ids ``before`` and ``after`` plain text.
+
+    ``tool_template``: the one for prompts with tools, where that is another.
+    """
 
     chat_template: str | None
     special_tokens: dict[str, str]
     before: list[int]
     after: list[int]
+    tool_template: str | None = None
 
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> Rendering:
         """Return the rendering of a transformers tokenizer."""
         special_tokens = dict(tokenizer.special_tokens_map)
-        return Rendering(chat_template_of(tokenizer), special_tokens, *special_ids_around(tokenizer))
+        template, around = chat_template_of(tokenizer), special_ids_around(tokenizer)
+        return Rendering(template, special_tokens, *around, chat_template_of(tokenizer, for_tools=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ class Renderer:
         """Return the prompt as text, without what comes before and after plain text. Raises ConfigError."""
         if prompt.messages is None:
             return prompt.text
-        if self.rendering.chat_template is None:
+        template = self.rendering.tool_template if prompt.tools else None
+        if (template := template or self.rendering.chat_template) is None:
             raise ConfigError(
                 f"the data holds messages, but the tokenizer of {self.setting} has no chat template: "
                 "teacher.chat_template=student has the teacher see the student's, or a file with one"
@@ -64,7 +70,7 @@ class Renderer:
         try:
             (text,), _ = render_jinja_template(
                 [list(prompt.messages)],
-                chat_template=self.rendering.chat_template,
+                chat_template=template,
                 add_generation_prompt=True,
                 **self.rendering.special_tokens,
                 **template_variables(self.kwargs, prompt.tools),

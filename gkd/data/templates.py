@@ -73,10 +73,15 @@ def require_template(tokenizer: Any, data: Data) -> None:
             )
 
 
-def chat_template_of(tokenizer: Any) -> str | None:
-    """Return the chat template that ``apply_chat_template`` takes: of several by name, the default one."""
+def chat_template_of(tokenizer: Any, for_tools: bool = False) -> str | None:
+    """Return the chat template that ``apply_chat_template`` takes: of several by name the default one.
+
+    ``for_tools``: where prompts have tools, the one for these; None where that is no other.
+    """
     template = tokenizer.chat_template
-    chosen: str | None = template.get("default") if isinstance(template, dict) else template
+    if not isinstance(template, dict):
+        return None if for_tools else template
+    chosen: str | None = template.get("tool_use" if for_tools else "default")
     return chosen
 
 

@@ -49,7 +49,7 @@ def teacher_prompts(
             name: replace(
                 renderer,
                 setting=f"teacher.chat_template={choice}",
-                rendering=replace(renderer.rendering, chat_template=template),
+                rendering=replace(renderer.rendering, chat_template=template, tool_template=None),
             )
             for name, renderer in renderers.items()
         }

@@ -122,9 +122,11 @@ TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }} {{ tool['fu
         ("[]", []),
     ],
 )
-def test_the_chat_template_is_given_a_rows_tools(tools: Any, shown: list[str], tmp_path: Any) -> None:
-    """Also a teacher's, and that of what a strategy asks; null fields are Parquet's."""
-    tokenizer = word_tokenizer((*WORDS, "1"), template=TOOLS + TEMPLATE)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_chat_template_is_given_a_rows_tools(tools: Any, shown: list[str], by_name: bool, tmp_path: Any) -> None:
+    """Also a teacher's, and that of what a strategy asks; null fields are Parquet's. Some have one for tools alone."""
+    template: Any = {"default": TEMPLATE, "tool_use": TOOLS + TEMPLATE} if by_name else TOOLS + TEMPLATE
+    tokenizer = word_tokenizer((*WORDS, "1"), template=template)
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": [USER | {"content": "a"}], "tools": tools}) + "\n")
     (prompt,) = load_prompts([str(tmp_path / "x.jsonl")], Data(), tokenizer).prompts
     text = " ".join([*(f"{name} 1" for name in shown), "<user> a <assistant>"])

@@ -234,9 +234,7 @@ def test_a_metric_that_is_0_or_1_throughout_is_drawn_as_a_share(tmp_path: Path) 
     assert bounds["response/length_mean"][0] > 50
 
 
-@pytest.mark.parametrize(
-    "values", [(1.0, 0.99999994, 1.0), (3.000001, 3.000003, 3.000002), (-1.0, -0.9999999, -1.0)]
-)
+@pytest.mark.parametrize("values", [(1.0, 0.99999994, 1.0), (3.000001, 3.000003, 3.000002), (-1.0, -0.9999999, -1.0)])
 def test_values_that_differ_in_their_last_digits_are_drawn(values: tuple[float, ...], tmp_path: Path) -> None:
     """As sums of probabilities in float32 do. The page had no end of ticks to draw, and stayed blank."""
     run = make_run(tmp_path / "run", 2)
