@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from gkd.data.formats import delimiter_of, find_reader, read_parquet
+from gkd.data.formats import delimiter_of, find_reader
 from gkd.data.row import ROWS_AT_ONCE, Row, rows_of_batches
 from gkd.errors import ConfigError, describe_error
 
@@ -83,13 +83,13 @@ def _load(source: str, part: str, what: str, place: str) -> Iterator[Row]:
                 pick = f"{subset}:{splits[0]}" if len(subsets) > 1 else splits[0]
                 raise ConfigError(f"{what} holds several splits ({', '.join(splits)}): name one, such as :{pick}")
             split = splits[0]
-        if files := _find_texts(datasets.load_dataset_builder(source, subset).config):
+        if files := _find_files(datasets.load_dataset_builder(source, subset).config):
             return _read_split(files, split)
         return _rows(datasets.load_dataset(source, subset, split=split), place)
 
 
-def _find_texts(config: Any) -> dict[str, list[Path]] | None:
-    """Return the files of a subset by split where all are JSON, JSON Lines or CSV, as they are.
+def _find_files(config: Any) -> dict[str, list[Path]] | None:
+    """Return the files of a subset by split where all are JSON, JSON Lines, CSV or Parquet, as they are.
 
     None for other formats, for files that are not here (``hf://``), and where an index (README.md) states how they are
     to be read. ``config``: the ``datasets.BuilderConfig`` that came of both.
@@ -98,7 +98,7 @@ def _find_texts(config: Any) -> dict[str, list[Path]] | None:
 
     files = {str(split): [Path(file) for file in own] for split, own in (config.data_files or {}).items()}
     paths = list(chain.from_iterable(files.values()))
-    if not paths or any(not path.exists() or find_reader(path) in (None, read_parquet) for path in paths):
+    if not paths or any(not path.exists() or find_reader(path) is None for path in paths):
         return None
     stated = {own.name for own in fields(config) if getattr(config, own.name) != own.default}
     stated -= {"sep", *(own.name for own in fields(BuilderConfig))}
@@ -111,15 +111,15 @@ def _read_split(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Row
     from datasets import ReadInstruction
 
     if split in files:
-        return _read_texts(files[split])
+        return _read_files(files[split])
     spec = "+".join(files) if split == "all" else split
-    lengths = {name: sum(1 for _ in _read_texts(own)) if name in spec else 0 for name, own in files.items()}
+    lengths = {name: sum(1 for _ in _read_files(own)) if name in spec else 0 for name, own in files.items()}
     parts = ReadInstruction.from_spec(spec).to_absolute(lengths)
-    rows = (islice(_read_texts(files[own.splitname]), own.from_, own.to) for own in parts)
+    rows = (islice(_read_files(files[own.splitname]), own.from_, own.to) for own in parts)
     return chain.from_iterable(rows)
 
 
-def _read_texts(paths: Sequence[Path]) -> Iterator[Row]:
+def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
     for path in paths:
         if reader := find_reader(path):
             yield from reader(path)

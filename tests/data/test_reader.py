@@ -165,8 +165,38 @@ def test_a_time_that_python_does_not_have(number: int, tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "shards" / "train.parquet")
     Dataset(table).save_to_disk(str(tmp_path / "saved"))
-    for name in ("shards/train.parquet", "shards", "saved"):
-        assert contains_in_order(error_of(tmp_path / name), f"{tmp_path / name} rows 1 ", "2 ", "value")
+    for name, place in (("shards/train.parquet",) * 2, ("shards", "shards/train.parquet"), ("saved",) * 2):
+        assert contains_in_order(error_of(tmp_path / name), f"{tmp_path / place} rows 1 ", "2 ", "value")
+
+
+def test_files_of_a_directory_may_differ_in_their_columns(tmp_path: Path) -> None:
+    """As where all that one has of a column is null; `datasets` takes the types of the first for all."""
+    (tmp_path / "shards").mkdir()
+    rows: list[dict[str, Any]] = [{"q": "a", "level": None}, {"q": "b", "level": "easy", "x": {"y": 1}}, {"q": "c"}]
+    for i, row in enumerate(rows):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "shards" / f"train-{i}.parquet")
+    assert [row.values for row in read_rows(str(tmp_path / "shards"))] == rows
+    assert [row.values for row in read_rows(f"{tmp_path / 'shards'}:train[1:]")] == rows[1:]
+
+
+def test_short_floats_are_the_numbers_that_were_written(tmp_path: Path) -> None:
+    """3.14 in single precision is 3.140000104904175 in double, which no response states; what is long is left."""
+    short, half = pyarrow.float32(), pyarrow.float16()
+    table = pyarrow.table(
+        {
+            "answer": pyarrow.array([3.14, None], short),
+            "half": pyarrow.array([0.1, 1e-5], half),
+            "several": pyarrow.array([[0.1, 18.9], []], pyarrow.list_(short)),
+            "within": pyarrow.array([{"a": 1234.56}, None], pyarrow.struct([("a", short)])),
+            "embedding": pyarrow.array([[0.1] * 100, None], pyarrow.list_(short)),
+            "double": pyarrow.array([3.14, 0.1]),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    one, other = (row.values for row in read_rows(str(tmp_path / "x.parquet")))
+    assert one.pop("embedding")[0] == pytest.approx(0.1)
+    assert one == {"answer": 3.14, "half": 0.1, "several": [0.1, 18.9], "within": {"a": 1234.56}, "double": 3.14}
+    assert [other["answer"], other["half"], other["several"], other["double"]] == [None, 1e-5, [], 0.1]
 
 
 @pytest.mark.parametrize("address", ["https://host/train.jsonl", "s3://bucket/a.parquet", "hf://datasets/openai/gsm8k"])
