@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gkd.config import Data, user_path
 from gkd.data.task import ReportFn
-from gkd.durable import hold
+from gkd.durable import apply_umask, hold
 from gkd.errors import ConfigError, RunFailed
 
 MAKING_TIMEOUT_S = 1800.0
@@ -65,6 +65,7 @@ def make_entry(directory: Path, report: ReportFn) -> Iterator[Path | None]:
         unfinished.mkdir()
         try:
             yield unfinished
+            apply_umask([file for file in unfinished.rglob("*") if file.is_file()])  # others may share the cache
             unfinished.rename(directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -48,6 +48,17 @@ def test_two_at_once_make_an_entry_once(tmp_path: Path) -> None:
     assert len(lines) == 2 and all(contains_in_order(line, "entry") for line in lines)
 
 
+def test_an_entry_is_for_all_who_share_the_cache(tmp_path: Path) -> None:
+    """Also what a library makes for its owner alone, as safetensors does."""
+    with make_entry(tmp_path / "entry", lambda line: None) as unfinished:
+        assert unfinished is not None
+        (unfinished / "model").mkdir()
+        file = unfinished / "model" / "x"
+        file.touch(0o600)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "entry/model/x").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_an_exception_leaves_no_entry(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"), make_entry(tmp_path / "entry", lambda _: None):
         raise OSError("disk full")
