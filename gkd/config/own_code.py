@@ -35,8 +35,8 @@ def load_module(file: Path) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     _require_own_neighbours(file)
-    if KEPT in os.environ and not any(isinstance(finder, _KeptFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _KeptFinder())
+    if KEPT in os.environ:
+        _install_finder()
     spec = importlib.util.spec_from_file_location(name, file, loader=_KeptLoader(name, str(file)))
     assert spec is not None and spec.loader is not None  # where there is a loader there are both
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -54,7 +54,7 @@ def load_module(file: Path) -> ModuleType:
 
 def is_there(file: Path) -> bool:
     """Return whether there is such a file, or the run has kept it."""
-    return file.is_file() or _kept_copy(file) is not None
+    return file.is_file() or _is_kept(file)
 
 
 def source_digest(file: Path) -> str:
@@ -74,9 +74,10 @@ def forget_edited_modules() -> list[Path]:
         del sys.modules[_module_name(file)], _SOURCES[file]
         for neighbour, path in _neighbours(file):
             _SOURCES.pop(path, None)
-            if getattr(sys.modules.get(neighbour), "__file__", None) == str(path):
-                for module in [its for its in sys.modules if its == neighbour or its.startswith(f"{neighbour}.")]:
-                    del sys.modules[module]
+            module = sys.modules.get(neighbour)
+            if str(path) in (getattr(module, "__file__", None), *getattr(module, "__path__", ())):
+                for name in [its for its in sys.modules if its == neighbour or its.startswith(f"{neighbour}.")]:
+                    del sys.modules[name]
     return edited
 
 
@@ -92,6 +93,7 @@ def keep_sources(directory: Path) -> Iterator[None]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     os.environ[KEPT] = str(kept)
+    _install_finder()  # this process, too, may import some of it only now
     try:
         yield
     finally:
@@ -136,28 +138,41 @@ class _KeptFinder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return where a module is kept; None for one that is not."""
-        top, _, last = fullname.partition(".")[0], *fullname.rpartition(".")[1:]
-        if not any(_kept_copy(file) for folder in _FOLDERS for file in _module_files(folder, top)):
+        names = fullname.split(".")
+        if not any(_is_kept(place) for folder in _FOLDERS for place in _module_places(folder, names[0])):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        files = [Path(spec.origin)] if spec is not None and spec.origin is not None else []
-        for folder in [] if files else _FOLDERS if path is None else map(Path, path):  # it was deleted meanwhile
-            files += _module_files(folder, last)
-        for file in filter(_kept_copy, files):
-            within = [str(file.parent)] if file.name == "__init__.py" else None
-            loader = _KeptLoader(fullname, str(file))
+        places = [Path(spec.origin)] if spec is not None and spec.origin is not None else []
+        for folder in [] if places else _FOLDERS if path is None else map(Path, path):  # it was deleted meanwhile
+            places += _module_places(folder, names[-1])
+        for place in filter(_is_kept, places):
+            if place.suffix != ".py":
+                package = ModuleSpec(fullname, None, is_package=True)
+                package.submodule_search_locations = [str(place)]
+                return package
+            within = [str(place.parent)] if place.name == "__init__.py" else None
+            loader = _KeptLoader(fullname, str(place))
             return importlib.util.spec_from_file_location(
-                fullname, file, loader=loader, submodule_search_locations=within
+                fullname, place, loader=loader, submodule_search_locations=within
             )
         return None
 
 
-def _kept_copy(file: Path) -> Path | None:
-    """Return what the run has kept of a file; None where it has kept none, and outside of a run."""
+def _install_finder() -> None:
+    if not any(isinstance(finder, _KeptFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _KeptFinder())
+
+
+def _find_copy(place: Path) -> Path | None:
+    """Return what the run has kept of a file or of a folder; None where it has kept none, and outside of a run."""
     if (directory := os.environ.get(KEPT)) is None:
         return None
-    copy = _place_in(Path(directory), file)
-    return copy if copy.is_file() else None
+    copy = _place_in(Path(directory), place)
+    return copy if copy.exists() else None
+
+
+def _is_kept(place: Path) -> bool:
+    return _find_copy(place) is not None
 
 
 def _place_in(directory: Path, file: Path) -> Path:
@@ -165,7 +180,7 @@ def _place_in(directory: Path, file: Path) -> Path:
 
 
 def _read(file: Path) -> bytes:
-    return (_kept_copy(file) or file).read_bytes()
+    return (_find_copy(file) or file).read_bytes()
 
 
 def _module_name(file: Path) -> str:
@@ -174,25 +189,45 @@ def _module_name(file: Path) -> str:
 
 def _read_sources(file: Path) -> dict[Path, bytes]:
     """Return the contents of a file and of all that it may import from beside it, packages whole."""
-    paths = [file]
-    for name, path in _neighbours(file):
-        spec = PathFinder.find_spec(name)
-        if spec is None or spec.origin is None or Path(spec.origin) == path:  # Python may have another of that name
-            paths += sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    paths = [file, *(path for _, place in _neighbours(file) for path in _files_of(place))]
     return {path: _read(path) for path in paths if is_there(path)}
 
 
 def _neighbours(file: Path) -> list[tuple[str, Path]]:
-    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order; not this one."""
+    """Return the modules beside ``file`` that it imports, and that these do, by name and in one order; not this one.
+
+    Of a package it is the file that makes it one, or else its folder. Python may have another module of a name.
+    """
     found: dict[str, Path] = {}
     files = [file]
     while files:
         for name in _imported_names(files.pop()):
-            path = _find_neighbour(file.parent, name)
-            if path is not None and path != file and name not in found and name != __package__.partition(".")[0]:
-                found[name] = path
-                files.append(path)
+            place = _find_neighbour(file.parent, name)
+            if place is None or place == file or name in found or name == __package__.partition(".")[0]:
+                continue
+            if _is_imported(name, place):
+                found[name] = place
+                files += _files_of(place)
     return sorted(found.items())
+
+
+def _is_imported(name: str, place: Path) -> bool:
+    """Return whether Python, asked for a module of this name, takes the one at ``place``, or knows none."""
+    spec = PathFinder.find_spec(name)
+    if spec is None:
+        return True  # it was deleted, and is kept
+    taken = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or []
+    own = [place, place.parent] if place.name == "__init__.py" else [place]  # a folder where that was deleted
+    return any(Path(other) == one or (one.exists() and Path(other).samefile(one)) for other in taken for one in own)
+
+
+def _files_of(place: Path) -> list[Path]:
+    """Return the files of a module: it, or all of its package."""
+    if place.suffix == ".py" and place.name != "__init__.py":
+        return [place]
+    folder = place if place.suffix != ".py" else place.parent
+    copy = _find_copy(folder)  # which has what there was
+    return [folder / file.relative_to(copy or folder) for file in sorted((copy or folder).rglob("*.py"))]
 
 
 def _imported_names(file: Path) -> list[str]:
@@ -215,13 +250,18 @@ def _require_own_neighbours(file: Path) -> None:
         own = _find_neighbour(file.parent, name)
         for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
             other = _find_neighbour(folder, name)
-            if own is not None and other is not None and _read(own) != _read(other):
+            if own is None or other is None or {own.suffix, other.suffix} != {".py"}:
+                continue
+            if _read(own) != _read(other):
                 raise ImportError(f"it imports {name}, and both {other} and {own} are called so: rename one of them")
 
 
 def _find_neighbour(folder: Path, name: str) -> Path | None:
-    return next(filter(is_there, _module_files(folder, name)), None)
+    *files, package = _module_places(folder, name)
+    return next(
+        (place for place in files if is_there(place)), package if package.is_dir() or _is_kept(package) else None
+    )
 
 
-def _module_files(folder: Path, name: str) -> tuple[Path, Path]:
-    return folder / f"{name}.py", folder / name / "__init__.py"
+def _module_places(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    return folder / f"{name}.py", folder / name / "__init__.py", folder / name

@@ -20,6 +20,7 @@ from gkd.rewards.answers import (
 from gkd.rewards.comparison import (
     FUNCTIONS,
     choice,
+    find_compound,
     is_formula,
     is_same_answer,
     normalize_text,
@@ -31,6 +32,10 @@ from gkd.rewards.quantity import SCALES, Quantity, quantity
 
 _FULL_WIDTH = {0xFEE0 + ord(character): character for character in "0123456789+-./=%"}
 """Digits and signs as Chinese and Japanese texts may have them, and what they stand for."""
+
+
+_SCALE = re.compile(r"\s*(?:°|\^?\{?\\circ\}?|\\degree)\s*[CFK](?![a-zA-Z])")
+"""After a number, of a temperature."""
 
 
 class Accuracy(RewardFunction):
@@ -89,6 +94,8 @@ def agreement(response: str, answer: str) -> float:
 def _is_plausible(content: str, expected: str) -> bool:
     """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
     normalized = normalize_text(expected)
+    if find_compound(expected) is not None:
+        return re.match(r"(?:[A-Z][a-z]?\d*){2}", normalize_text(content)) is not None
     option = choice(normalized)
     words = option[1] if option else not (number_of(normalized) or is_formula(strip_markup(expected)))
     first = re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2,}", normalize_text(content))
@@ -102,7 +109,8 @@ def _guess_answers(response: str, expected: str) -> list[str]:
     numbers = _with_unit(last_number(response), number) if number else []
     if quantity(normalized):
         return numbers
-    formula = last_formula(response) if is_formula(strip_markup(expected)) else None
+    is_formal = is_formula(strip_markup(expected)) or find_compound(expected) is not None
+    formula = last_formula(response) if is_formal else None
     return [*numbers, last_line(response)] if formula is None else [*numbers, last_line(response), formula]
 
 
@@ -116,6 +124,8 @@ def _with_unit(numeral: Numeral | None, number: Quantity) -> list[str]:
     """Return a number and what follows it, as far as it belongs to the number."""
     if numeral is None:
         return []
+    if degrees := _SCALE.match(numeral.after):
+        return [numeral.text + degrees[0]]
     words = re.match(r"(?:\s*[a-zA-Z/]+(?:[²³]|\^\{?[23]\}?)?){0,4}", numeral.after)
     unit = words[0].split() if words else []
     belongs = number.unit or (unit and unit[0].lower() in SCALES)

@@ -34,7 +34,8 @@ _END = re.compile(
     r"|\s+\((?=[^)]{0,80}[a-z]{2})",
     re.IGNORECASE,
 )
-_END_WITHIN_MARKS = re.compile(_END.pattern.replace("[.!?]", r"(?:[.?]|(?<=[^\W\d_]{2})!)"), _END.flags)  # n! is no end
+_END_IN_BOX = re.compile(_END.pattern.replace("[.!?]", r"(?:[.?]|(?:(?<!(?-i:[0-9a-z)}]))|(?<=[^\W\d_]{2}))!)"), _END.flags)
+"""As _END, but for n! and 5!, which are factorials there."""
 _FINAL_NUMBER = re.compile(
     rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"
     rf"(?:(?<![\w)\]}}])-)?{SYMBOL}?-?(?:[0-9]+\s(?=[0-9]+\s?/\s?[0-9]))?"
@@ -59,13 +60,13 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}")
 class Statement:
     """An answer and where in the text it is stated; no ``content`` where the text ends before it does.
 
-    ``is_marked``: by more than the words of a sentence, which goes on, or ends with a mark of its own.
+    ``is_boxed``: it is a formula, which does not end with marks of a sentence's.
     """
 
     start: int
     end: int
     content: str
-    is_marked: bool = True
+    is_boxed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +136,11 @@ def _box(text: str) -> Statement | None:
     depth = 0 if bare else 1
     for position in range(begin, len(text)):
         if bare and depth == 0 and _BARE_END.match(text, position):
-            return Statement(start, position, text[begin:position])
+            return Statement(start, position, text[begin:position], is_boxed=True)
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0 and not bare:
-            return Statement(start, position + 1, text[begin:position])
-    return Statement(start, len(text), text[begin:] if bare and depth == 0 else "")
+            return Statement(start, position + 1, text[begin:position], is_boxed=True)
+    return Statement(start, len(text), text[begin:] if bare and depth == 0 else "", is_boxed=True)
 
 
 def _marker(text: str) -> Statement | None:
@@ -167,7 +168,7 @@ def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
     matches = sorted([*_SENTENCE.finditer(text), *_CORRECT_CHOICE.finditer(text)], key=lambda match: match.end())
     for match in reversed(matches[-MOST_SENTENCES:]):
         if match.re is _CORRECT_CHOICE:
-            return Statement(match.start(), match.end(), match[1], is_marked=False)
+            return Statement(match.start(), match.end(), match[1])
         opening = text[match.end() : match.end() + 2]
         if opening in _DISPLAY:
             closing = text.find(_DISPLAY[opening], match.end() + 2)
@@ -177,14 +178,14 @@ def _sentence(text: str, plausible: Callable[[str], bool]) -> Statement | None:
             end = len(text) if end < 0 else end
         content = text[match.end() : end]
         if content.strip() and (plausible(content) or _BOX.search(content)):
-            return Statement(match.start(), end, content, is_marked=False)
+            return Statement(match.start(), end, content)
     return None
 
 
 def readings(stated: Statement) -> list[str]:
     """Return what a stated answer may be meant to be: all of it, or as far as its first sentence or clause."""
     content = " ".join(stated.content.split())  # what ends a clause is searched for from every space of a run of them
-    first = (_END_WITHIN_MARKS if stated.is_marked else _END).split(content, maxsplit=1)[0]
+    first = (_END_IN_BOX if stated.is_boxed else _END).split(content, maxsplit=1)[0]
     return [content] if first == content or not first.strip() else [content, first]
 
 

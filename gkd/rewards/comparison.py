@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from fractions import Fraction
 
 from gkd.rewards.math_equality import are_math_equal
@@ -59,11 +60,10 @@ _ABOUT = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _ANY_FRACTION = re.compile(rf"(\\sqrt\s*|\^)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
-_JOINED = re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)+|\d+(?:/\d+){2,}|\d+(?:\s?x\s?\d+)+")
+_JOINED = re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)+|\d+(?:/\d+){2,}|\d+(?:[xX]\d+)+")
 """Numerals that are no arithmetic: a range or a score (3-1), a date (1/2/2020), a size (3x4)."""
-_RATIO = re.compile(r"[^:]+(?::[^:]+){2,}")
 _COMPOUND = re.compile(r"(?=\D*\d)(?:[A-Z][a-z]?\d*){2,}")
-"""Of chemistry (Fe2O3), in which what stands side by side is not multiplied."""
+"""A chemical formula, such as Fe2O3."""
 _TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _IN_ANY_ORDER = {"", "{}", "±"}
@@ -159,6 +159,8 @@ def _is_same_mathematics(response: str, expected: str, own: str, reference: str)
     numbers = number_of(own), number_of(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
+    if (compound := find_compound(reference)) is not None and find_compound(own) is not None:
+        return find_compound(own) == compound
     lists = _items(own), _items(reference)
     if lists[0] is not None and lists[1] is not None:
         return _is_same_list(*lists[0], *lists[1])
@@ -254,7 +256,7 @@ def is_formula(text: str) -> bool:
     A subscript is none of these numbers, as in a logarithm's base. A chemical formula is text.
     """
     text = _TEXT.sub(" ", text)
-    if _COMPOUND.fullmatch(text.strip()):
+    if find_compound(text) is not None:
         return False
     words = [word for word in _WORD.findall(_COMMAND.sub(" ", text)) if word.lower() not in FUNCTIONS]
     return not words and bool(_OPERATOR.search(text)) and not re.search(r"(?<!_)\d\s+[\d.]", text)
@@ -275,24 +277,49 @@ def _is_same_formula(own: str, reference: str) -> bool:
     own, reference = _without_unit(own), _without_unit(reference)
     if (joined := _find_joined(reference)) is not None:
         return _find_joined(own) == joined
-    if _RATIO.fullmatch(reference) and _RATIO.fullmatch(own):
-        return _is_same_ratio(own.split(":"), reference.split(":"))
+    ratios = _find_ratio(own), _find_ratio(reference)
+    if ratios[0] and ratios[1]:
+        return _is_same_ratio(ratios[0], ratios[1])
     return are_math_equal(_as_latex(own), _as_latex(reference))
+
+
+def _strip_name(text: str) -> str:
+    """Return what stands after ``x =``, without one pair of brackets around it."""
+    text = text.rpartition("=")[2].strip()
+    inside = re.fullmatch(r"\(([^()]*)\)|\[([^\[\]]*)\]", text)
+    return text if inside is None else (inside[1] or inside[2] or "").strip()
 
 
 def _find_joined(text: str) -> list[Fraction] | None:
     """Return the numerals of a range, a score, a date or a size; None for anything else."""
-    plain = re.sub(r"\s*\\?%$", "", text)
-    return [Fraction(part) for part in re.split(r"[-/x]", plain)] if _JOINED.fullmatch(plain) else None
+    plain = re.sub(r"\\?[$%]|(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", _strip_name(text))
+    plain = re.sub(r"\s*(?:([-/x])|\bto\b)\s*", lambda match: match[1] or "-", plain.strip(), flags=re.IGNORECASE)
+    return [Fraction(part) for part in re.split(r"[-/xX]", plain)] if _JOINED.fullmatch(plain) else None
+
+
+def _find_ratio(text: str) -> list[str]:
+    """Return the parts of a ratio of three or more; empty for anything else."""
+    parts = [part.strip() for part in _strip_name(text).split(":")]
+    return parts if len(parts) > 2 and all(parts) else []
 
 
 def _is_same_ratio(own: list[str], reference: list[str]) -> bool:
     """Return whether a : b : c is the other, up to one factor."""
-    pairs = list(zip(own, reference, strict=False))
+    place = next((i for i, part in enumerate(reference) if part.strip("0.")), 0)  # of one that is not 0
+    if len(own) != len(reference) or not own[place].strip("0."):
+        return False
+    by = reference[place], own[place]
     products = [
-        [f"({_as_latex(a)}) \\cdot ({_as_latex(b)})" for a, b in ((x, pairs[0][1]), (pairs[0][0], y))] for x, y in pairs
+        [f"({_as_latex(a)}) \\cdot ({_as_latex(b)})" for a, b in zip(pair, by, strict=True)]
+        for pair in zip(own, reference, strict=True)
     ]
-    return len(own) == len(reference) and all(are_math_equal(left, right) for left, right in products)
+    return all(are_math_equal(*pair) for pair in products)
+
+
+def find_compound(text: str) -> Counter[str] | None:
+    """Return the parts of a chemical formula, in which what stands side by side is not multiplied; None for others."""
+    plain = "".join(normalize_text(text).split())
+    return Counter(re.findall(r"[A-Z][a-z]?\d*", plain)) if _COMPOUND.fullmatch(plain) else None
 
 
 def _as_latex(formula: str) -> str:

@@ -127,8 +127,8 @@ def _are_apart(a: Any, b: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _read(text: str) -> tuple[list[Any], Numbers | None]:
-    """Return what math-verify makes of an answer, and its numbers where it has any."""
+def _parse(text: str) -> list[Any]:
+    """Return what math-verify makes of an answer."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -138,28 +138,47 @@ def _read(text: str) -> tuple[list[Any], Numbers | None]:
         normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True)
     )
     parsed = parse(f"${text.strip('$')}$", [form], fallback_mode="no_fallback", parsing_timeout=None)
+    if parsed and re.search(r"\bor\b", text):
+        with contextlib.suppress(Exception):  # sympy raises what it meets
+            return [_unite(parsed[0]), *parsed[1:]]
+    return list(parsed)
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str, is_complex: bool) -> tuple[list[Any], Numbers | None]:
+    """Return what an answer is, with ``i`` as the imaginary unit where it ``is_complex``, and its numbers, if any."""
+    parsed = _parse(text)
     if not parsed:
         return [], None
-    parsed = [_spell_imaginary_unit(part) for part in parsed]
+    with contextlib.suppress(Exception):  # sympy raises what it meets, as where an order of complex numbers is asked
+        parsed = [_with_one_i(part, is_complex) for part in parsed]
     try:
-        if re.search(r"\bor\b", text):
-            parsed = [_unite(parsed[0]), *parsed[1:]]
         return parsed, _numbers_of(parsed[0])
-    except Exception:  # sympy raises what it meets, also of what is no number
+    except Exception:  # also of what is no number
         return parsed, None
 
 
-def _spell_imaginary_unit(answer: Any) -> Any:
-    """Return a parsed answer in which ``i`` is the imaginary unit, or a real variable beside others.
+def _may_be_complex(text: str) -> bool:
+    """Return whether an answer has no variable but ``i``: a number, a set of them, or a matrix."""
+    from sympy import Expr, FiniteSet, MatrixBase, Tuple
 
-    To math-verify an ``i`` that stands alone is another variable than one after a digit, and neither is that unit.
+    answer = next(iter(_parse(text)), None)
+    is_value = isinstance(answer, Expr | FiniteSet | MatrixBase | Tuple)
+    return is_value and {symbol.name for symbol in answer.free_symbols} <= {"i"}
+
+
+def _with_one_i(answer: Any, is_complex: bool) -> Any:
+    """Return a parsed answer with the imaginary unit for every ``i`` where it ``is_complex``, else with one variable.
+
+    To math-verify ``i`` is never that unit; and where one stands alone, and not after a digit, no variable is real,
+    which makes each another one.
     """
     from sympy import I, Symbol
 
     symbols = getattr(answer, "free_symbols", ())
-    of_i = [symbol for symbol in symbols if symbol.name == "i"]
-    meant = I if len(of_i) == len(symbols) else Symbol("i", real=True)
-    return answer.xreplace(dict.fromkeys(of_i, meant)) if of_i else answer
+    if all(symbol.name != "i" for symbol in symbols):
+        return answer
+    return answer.xreplace({symbol: I if is_complex else Symbol(symbol.name, real=True) for symbol in symbols})
 
 
 def _unite(answer: Any) -> Any:
@@ -227,7 +246,8 @@ def _number(value: Any) -> Any:
 def _compare(response: str, answer: str) -> bool:
     from math_verify import verify
 
-    (own, numbers), (gold, expected) = _read(response), _read(answer)
+    is_complex = _may_be_complex(response) and _may_be_complex(answer)
+    (own, numbers), (gold, expected) = _read(response, is_complex), _read(answer, is_complex)
     # Numbers that differ save a proof, which takes sympy a tenth of a second; and math-verify rounds small ones to 0.
     if numbers and expected and numbers.differ(expected):
         return False

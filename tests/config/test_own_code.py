@@ -15,7 +15,7 @@ from gkd.cluster.workers.environment import environment
 from gkd.config import own_code
 from gkd.config.own_code import KEPT, find_kept, keep_sources, load_module
 
-NAMES = ("mine", "beside_kept", "package_kept", "lazily_kept")
+NAMES = ("mine", "beside_kept", "package_kept", "lazily_kept", "folder_kept", "outer_kept")
 
 
 @pytest.fixture
@@ -40,13 +40,16 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def write(folder: Path, value: int) -> Path:
     (folder / "package_kept").mkdir(exist_ok=True)
     (folder / "package_kept" / "__init__.py").write_text(f"OF_PACKAGE = {value}\n")
-    (folder / "package_kept" / "within.py").write_text(f"WITHIN = {value}\n")
+    (folder / "package_kept" / "within.py").write_text(f"from outer_kept import OUTER\nWITHIN = {value}\n")
+    (folder / "outer_kept.py").write_text(f"OUTER = {value}\n")
+    (folder / "folder_kept").mkdir(exist_ok=True)
+    (folder / "folder_kept" / "deep.py").write_text(f"DEEP = {value}\n")
     (folder / "beside_kept.py").write_text(f"from lazily_kept import LAST\nBESIDE = [{value}, LAST]\n")
     (folder / "lazily_kept.py").write_text(f"LAST = {value}\n")
     (folder / "mine.py").write_text(
         "from beside_kept import BESIDE\n"
-        f"def values():\n    from package_kept import OF_PACKAGE, within\n"
-        f"    return [{value}, *BESIDE, OF_PACKAGE, within.WITHIN]\n"
+        f"def values():\n    from package_kept import OF_PACKAGE, within\n    from folder_kept.deep import DEEP\n"
+        f"    return [{value}, *BESIDE, OF_PACKAGE, within.WITHIN, within.OUTER, DEEP]\n"
         "def fails():\n    raise ValueError('mine')\n"
     )
     return folder / "mine.py"
@@ -57,7 +60,15 @@ def delete(folder: Path) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("change", [lambda folder: write(folder, 2), delete], ids=["edited", "deleted"])
+def rename(folder: Path) -> None:
+    write(folder, 2)
+    (folder / "package_kept" / "within.py").rename(folder / "package_kept" / "inner.py")
+    (folder / "mine.py").write_text("from package_kept import inner\n")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda folder: write(folder, 2), delete, rename], ids=["edited", "deleted", "renamed"]
+)
 def test_a_process_that_begins_later_has_the_code_the_run_began_with(
     change: Callable[[Path], Any], begin: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -69,7 +80,11 @@ def test_a_process_that_begins_later_has_the_code_the_run_began_with(
         change(file.parent)
         begin()
         later = load_module(file)
-        assert later.values() == [1] * 5
+        with keep_sources(tmp_path / "sources"):  # of a run that begins again
+            begin()
+            assert load_module(file).values() == [1] * 7
+        later = load_module(file)
+        assert later.values() == [1] * 7
         assert later.__file__ == str(file)  # what it reads beside itself is there
         with pytest.raises(ValueError, match="mine") as raised:
             later.fails()
@@ -83,13 +98,33 @@ def test_the_next_run_has_the_code_that_is_there_when_it_begins(begin: Callable[
     for value in (1, 2, 1):
         file = write(tmp_path / "user", value)
         begin()
-        assert load_module(file).values() == [value] * 5
+        assert load_module(file).values() == [value] * 7
         with keep_sources(tmp_path / "sources"):
             kept.append(Path(os.environ[KEPT]))
         assert find_kept(tmp_path / "sources") == kept[-1]
         (of_mine,) = kept[-1].rglob("mine.py")
         assert of_mine.read_bytes() == file.read_bytes()
     assert kept[0] == kept[2] != kept[1]
+
+
+def test_what_the_run_s_own_process_imports_later_is_what_was_kept(begin: Callable[[], None], tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    own = load_module(write(tmp_path / "user", 1))
+    with keep_sources(tmp_path / "sources"):
+        write(tmp_path / "user", 2)
+        assert own.values() == [1] * 7
+
+
+def test_a_neighbour_is_known_by_whatever_path_python_has(begin: Callable[[], None], tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "user")
+    file = write(tmp_path / "user", 1)
+    sys.path.insert(0, str(tmp_path / "link"))
+    load_module(file)
+    with keep_sources(tmp_path / "sources"):
+        kept = sorted(path.name for path in (tmp_path / "sources").rglob("*.py"))
+    expected = ["__init__.py", "beside_kept.py", "deep.py", "lazily_kept.py", "mine.py", "outer_kept.py", "within.py"]
+    assert kept == expected
 
 
 def test_a_path_with_dots_is_kept_within_the_directory(begin: Callable[[], None], tmp_path: Path) -> None:

@@ -81,6 +81,18 @@ COMPLEX = [
     ("\\boxed{2i, -2i}", "\\pm 2i", True),
     ("\\boxed{3x + i}", "i + 3x", True),
     ("\\boxed{7 \\mod 12}", "8", False),
+    ("\\boxed{i=2}", "i=3", False),
+    ("\\boxed{i=3}", "i=3", True),
+    ("\\boxed{2}", "i=2", True),
+    ("\\boxed{i=\\pm 2}", "i=\\pm 3", False),
+    ("\\boxed{i \\ne 1}", "i \\ne 0", False),
+    ("\\boxed{3+4i}", "z=3+4i", True),
+    ("\\boxed{\\pm 2i}", "x=2i,x=-2i", True),
+    ("\\boxed{\\pm i}", "\\lambda=\\pm i", True),
+    ("\\boxed{z=1.5i}", "z=\\frac{3}{2}i", True),
+    ("\\boxed{i > 2}", "i > 2", True),
+    ("\\boxed{1\\leq i<10}", "i<3", False),
+    ("\\boxed{\\max(i,2)}", "3", False),
 ]
 
 NEARLY_EQUAL = [
