@@ -113,11 +113,15 @@ def read_layer(file: str | Path) -> dict[str, Any]:
 
     Only a whole section, a choice of a group or the like at its top is what the file itself has there.
     """
-    values, resolved = read_requested(file, resolve=False), None
+    values = read_requested(file, resolve=False)
+    tree = OmegaConf.create(values)
     for name, value in values.items():
-        if isinstance(value, str) and "${" in value:
-            resolved = resolved or read_requested(file)
-            values[name] = escape(resolved[name])
+        if isinstance(value, str) and "${" in value and "." not in name:
+            try:
+                own = tree[name]
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
+            values[name] = OmegaConf.to_container(own) if OmegaConf.is_config(own) else escape(own)
     return values
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,35 +70,39 @@ class Row:
         return value
 
 
-def _is_json(kind: Any) -> bool:
-    """Return whether values of a type of pyarrow are JSON as text, as `datasets` stores mixed columns."""
-    return getattr(kind, "extension_name", "") == "arrow.json"
+def _find_decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes of a value of this type of pyarrow what it stands for; None where that is itself.
 
-
-def _is_short_float(kind: Any) -> bool:
-    """Return whether values of a type of pyarrow are of less than double precision."""
-    return str(kind) in _SHORT_FLOATS
-
-
-def _holds(is_such: Callable[[Any], bool], kind: Any) -> bool:
-    """Return whether a type of pyarrow is such a one, or has values of such a one."""
-    return is_such(kind) or any(_holds(is_such, kind.field(index).type) for index in range(kind.num_fields))
-
-
-def _decode(kind: Any, value: Any) -> Any:
-    """Return a value of this type with what its JSON stands for in place of the text, and 3.14 for a short 3.14.
-
-    That is the shortest number that is stored so; as a double it would be 3.140000104904175.
+    ``datasets`` stores mixed columns as JSON in texts. A number of less than double precision is the shortest that is
+    stored so: 3.14, which as a double is 3.140000104904175. Maps, unions and the like are left as they are.
     """
-    if value is None or not (_holds(_is_json, kind) or _holds(_is_short_float, kind)):
+    import pyarrow
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda text: None if text is None else json.loads(text)
+    if (short := _SHORT_FLOATS.get(str(kind))) is not None:
+        return lambda value: value if value is None or value.is_integer() else float(str(short(value)))
+    if pyarrow.types.is_dictionary(kind):
+        return _find_decoder(kind.value_type)
+    if pyarrow.types.is_struct(kind):
+        fields = [kind.field(index) for index in range(kind.num_fields)]
+        decoders = {field.name: decode for field in fields if (decode := _find_decoder(field.type)) is not None}
+        return partial(_decode_fields, decoders) if decoders else None
+    is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
+    within = _find_decoder(kind.value_type) if is_list else None
+    return None if within is None else partial(_decode_list, within, str(kind.value_type) in _SHORT_FLOATS)
+
+
+def _decode_fields(decoders: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+    if value is None:
+        return None
+    return {name: decoders[name](below) if name in decoders else below for name, below in value.items()}
+
+
+def _decode_list(decode: Callable[[Any], Any], of_numbers: bool, value: Any) -> Any:
+    if value is None or (of_numbers and len(value) > MOST_ANSWERS):
         return value
-    if isinstance(value, dict):
-        return {name: _decode(kind.field(name).type, below) for name, below in value.items()}
-    if not isinstance(value, list):
-        return json.loads(value) if _is_json(kind) else float(str(_SHORT_FLOATS[str(kind)](value)))
-    within = kind.field(0).type
-    is_long = _is_short_float(within) and len(value) > MOST_ANSWERS
-    return value if is_long else [_decode(within, below) for below in value]
+    return [decode(below) for below in value]
 
 
 def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
@@ -110,9 +115,9 @@ def rows_of_batches(batches: Iterable[Any], place: str) -> Iterator[Row]:
         try:
             rows = batch.to_pylist()
             for field in batch.schema:
-                if _holds(_is_json, field.type) or _holds(_is_short_float, field.type):
+                if (decode := _find_decoder(field.type)) is not None:
                     for row in rows:
-                        row[field.name] = _decode(field.type, row[field.name])
+                        row[field.name] = decode(row[field.name])
         except (OverflowError, ValueError) as error:
             raise ConfigError(
                 f"{place} rows {number + 1} to {number + len(batch)} hold a value unknown to Python: {one_line(error)}"

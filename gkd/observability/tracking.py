@@ -52,7 +52,7 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the metrics of a step to all of them. What one raises is a warning, once: the run goes on.
 
-        One that does not return within :data:`CALL_S` is not waited for any more until it has taken what it was given.
+        One that has not returned within :data:`CALL_S` once is never waited for again: it takes what it can, in order.
         """
         self._call_each(step, lambda tracker: tracker.log(step, metrics))
 
@@ -70,14 +70,13 @@ class Trackers:
                 started.n_left_out += 1
                 continue
             future = started.caller.submit(partial(call, started.tracker))
-            is_late = bool(started.late)
             started.late.append((step, future))
-            if not is_late and not wait([future], CALL_S).done:
+            if not started.is_slow and not wait([future], CALL_S).done:
                 log.warning(
-                    "trainer.trackers: %s did not take step %d within %g s; it gets the further ones when it has",
-                    name, step, CALL_S,
+                    "trainer.trackers: %s did not take step %d within %g s; it gets the further ones when it has, and "
+                    "nothing waits for it", name, step, CALL_S,
                 )  # fmt: skip
-                started.was_late = True
+                started.is_slow = started.is_behind = True
             self._settle(name, started)
 
     def _settle(self, name: str, started: _Started) -> None:
@@ -88,9 +87,9 @@ class Trackers:
             if error is not None and name not in self._failed:
                 self._failed.add(name)
                 log.warning("trainer.trackers: %s did not take step %d: %s", name, step, _describe(error))
-        if started.was_late and not started.late:
+        if started.is_behind and not started.late:
             log.info("trainer.trackers: %s has taken what it was late with%s", name, started.describe_left_out())
-            started.was_late, started.n_left_out = False, 0
+            started.is_behind, started.n_left_out = False, 0
 
     def _close(self, name: str, kind: type[BaseException] | None, *_: object) -> None:
         """Close a tracker when the run leaves it, by an error of this ``kind`` or by none. What it raises is a warning.
@@ -105,6 +104,8 @@ class Trackers:
             left = started.describe_left_out()
             log.warning("trainer.trackers: %s has not taken step %d and later%s", name, started.late[0][0], left)
             return
+        if started.n_left_out:
+            log.warning("trainer.trackers: %s was too slow%s", name, started.describe_left_out())
         try:
             started.caller.call(lambda: started.tracker.close(failed=kind is not None), FINISH_S + 60)
         except TakesTooLong:
@@ -147,12 +148,16 @@ class Trackers:
 
 @dataclass
 class _Started:
-    """A tracker, what calls it, and the steps of the calls that are not done."""
+    """A tracker, what calls it, and the steps of the calls that are not done.
+
+    ``is_slow``: one has taken longer than :data:`CALL_S`; ``is_behind``: what was given since is not all taken.
+    """
 
     tracker: Tracker
     caller: _Caller
     late: deque[tuple[int, Future[Any]]] = field(default_factory=deque)
-    was_late: bool = False
+    is_slow: bool = False
+    is_behind: bool = False
     n_left_out: int = 0
 
     def describe_left_out(self) -> str:

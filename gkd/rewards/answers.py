@@ -34,7 +34,9 @@ _END = re.compile(
     r"|\s+\((?=[^)]{0,80}[a-z]{2})",
     re.IGNORECASE,
 )
-_END_IN_BOX = re.compile(_END.pattern.replace("[.!?]", r"(?:[.?]|(?:(?<!(?-i:[0-9a-z)}]))|(?<=[^\W\d_]{2}))!)"), _END.flags)
+_END_IN_BOX = re.compile(
+    _END.pattern.replace("[.!?]", r"(?:[.?]|(?:(?<!(?-i:[0-9a-z)}]))|(?<=[^\W\d_]{2}))!)"), _END.flags
+)
 """As _END, but for n! and 5!, which are factorials there."""
 _FINAL_NUMBER = re.compile(
     rf"(?<![\w.])(?<![0-9]:)(?<![\^_])(?<![\^_]\{{)"

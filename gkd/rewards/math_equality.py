@@ -162,7 +162,7 @@ def _may_be_complex(text: str) -> bool:
     """Return whether an answer has no variable but ``i``: a number, a set of them, or a matrix."""
     from sympy import Expr, FiniteSet, MatrixBase, Tuple
 
-    answer = next(iter(_parse(text)), None)
+    answer: Any = next(iter(_parse(text)), None)
     is_value = isinstance(answer, Expr | FiniteSet | MatrixBase | Tuple)
     return is_value and {symbol.name for symbol in answer.free_symbols} <= {"i"}
 

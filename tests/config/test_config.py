@@ -316,6 +316,12 @@ def test_what_a_file_takes_from_a_setting_is_what_the_setting_has_in_the_end(tmp
     assert [own.teacher.model.path, own.actor.lr, own.trainer.run_name] == ["big/one", 1e-7, "seed-0-${x}"]
     assert [other.teacher.model.path, other.actor.lr, other.trainer.run_name] == ["big/two", 1e-8, "seed-5-${x}"]
     assert own.data.system_prompt == other.data.system_prompt == "${model.path}"
+    file.write_text(
+        "recipe: grpo\ntrainer.run_group: g\ntrainer.run_name: '${trainer.run_group}-${actor.lr}'\nactor: {lr: 1e-4}\n"
+    )
+    assert compose([str(file), "actor.lr=2e-4"]).trainer.run_name == "g-0.0002"
+    file.write_text("recipe: '${oc.env:NOT_OF_A_TEST,grpo}'\ntrainer: {run_name: 'n${rollout.n}'}\n")
+    assert compose([str(file), "rollout.n=4"]).trainer.run_name == "n4"
     file.write_text("recipe: ${oc.env:OF_A_TEST}\ntrainer: {seed: 3}\nwatch: ${trainer}\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OF_A_TEST", "grpo")

@@ -188,6 +188,9 @@ def test_short_floats_are_the_numbers_that_were_written(tmp_path: Path) -> None:
             "half": pyarrow.array([0.1, 1e-5], half),
             "several": pyarrow.array([[0.1, 18.9], []], pyarrow.list_(short)),
             "within": pyarrow.array([{"a": 1234.56}, None], pyarrow.struct([("a", short)])),
+            "whole": pyarrow.array([123456792.0, 2147483648.0], short),
+            "map": pyarrow.array([{"a": 0.5}, None], pyarrow.map_(pyarrow.string(), short)),
+            "named": pyarrow.array([3.14, 0.1], short).dictionary_encode(),
             "embedding": pyarrow.array([[0.1] * 100, None], pyarrow.list_(short)),
             "double": pyarrow.array([3.14, 0.1]),
         }
@@ -195,6 +198,7 @@ def test_short_floats_are_the_numbers_that_were_written(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     one, other = (row.values for row in read_rows(str(tmp_path / "x.parquet")))
     assert one.pop("embedding")[0] == pytest.approx(0.1)
+    assert [one.pop("whole"), one.pop("map"), one.pop("named")] == [123456792.0, [("a", 0.5)], 3.14]
     assert one == {"answer": 3.14, "half": 0.1, "several": [0.1, 18.9], "within": {"a": 1234.56}, "double": 3.14}
     assert [other["answer"], other["half"], other["several"], other["double"]] == [None, 1e-5, [], 0.1]
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from gkd.config.base import Settings
 from gkd.config.loading import dump_public
 from gkd.config.overrides import flatten
-from gkd.observability.trackers.tracker import TrackedRun, Tracker, keep_id, sample_table, spell_names
+from gkd.observability.trackers.tracker import SpelledNames, TrackedRun, Tracker, keep_id, sample_table
 
 TEXT = 500
 """Characters that MLflow takes of a parameter."""
@@ -51,6 +51,7 @@ class MLflow(Tracker):
         if files is not None:
             _move_artifacts(run.output_dir / "mlflow.db", config.experiment, files)
         self._client: Any = MlflowClient(tracking_uri=uri)
+        self._names = SpelledNames(_as_name)
 
         def make_run() -> str:
             existing = self._client.get_experiment_by_name(config.experiment)
@@ -71,7 +72,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         settings = flatten(dump_public(run.config))
-        names = spell_names(settings, _as_name)
+        names = SpelledNames(_as_name)
         params = [Param(names[name], str(value)[:TEXT]) for name, value in settings.items()]
         for first in range(0, len(params), 100):  # as many as a request may have
             self._client.log_batch(self._id, params=params[first : first + 100])
@@ -81,8 +82,7 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        names = spell_names(metrics, _as_name)
-        values = [Metric(names[name], value, now, step) for name, value in metrics.items()]
+        values = [Metric(self._names[name], value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=values)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

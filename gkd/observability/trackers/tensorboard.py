@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from gkd.observability.trackers.tracker import TrackedRun, Tracker, sample_table, spell_names
+from gkd.observability.trackers.tracker import SpelledNames, TrackedRun, Tracker, sample_table
 
 
 class TensorBoard(Tracker):
@@ -27,14 +27,14 @@ class TensorBoard(Tracker):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._next_step = directory, run.first_step
         self._file: Any = None
+        self._names = SpelledNames(lambda name: re.sub(r"[^-/\w.]", "_", name).lstrip("/"))  # as it would
         self._write([])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
         from tensorboardX import summary
 
-        names = spell_names(metrics, lambda name: re.sub(r"[^-/\w.]", "_", name).lstrip("/"))  # as it would
-        self._write([(step, summary.scalar(names[name], value)) for name, value in metrics.items()])
+        self._write([(step, summary.scalar(self._names[name], value)) for name, value in metrics.items()])
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write samples as a table of its text page."""

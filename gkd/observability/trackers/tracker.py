@@ -5,7 +5,7 @@ The packages of built-in trackers are extras, imported only where a tracker is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -73,16 +73,21 @@ def keep_id(run: TrackedRun, name: str, make: Callable[[], str]) -> tuple[str, b
     return id, False
 
 
-def spell_names(names: Iterable[str], spell: Callable[[str], str]) -> dict[str, str]:
-    """Return how a tracker takes each of ``names``; of several that ``spell`` makes one, later ones have a number."""
-    spelled: dict[str, str] = {}
-    taken: set[str] = set()
-    for name in names:
-        plain = spell(name)
-        numbered = (f"{plain}_{n}" for n in count(2))
-        spelled[name] = next(other for other in chain([plain], numbered) if other not in taken)
-        taken.add(spelled[name])
-    return spelled
+class SpelledNames:
+    """Names as a tracker takes them: as ``spell`` has each; of several that are one then, later ones have a number."""
+
+    def __init__(self, spell: Callable[[str], str]) -> None:
+        self._spell = spell
+        self._spelled: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._spelled:
+            plain = self._spell(name)
+            numbered = (f"{plain}_{n}" for n in count(2))
+            self._spelled[name] = next(other for other in chain([plain], numbered) if other not in self._taken)
+            self._taken.add(self._spelled[name])
+        return self._spelled[name]
 
 
 def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
