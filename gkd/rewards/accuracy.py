@@ -14,7 +14,6 @@ from gkd.rewards.answers import (
     last_number,
     only_number,
     readings,
-    stated_answer,
     with_opened_reasoning,
 )
 from gkd.rewards.comparison import (
@@ -74,13 +73,16 @@ def agreement(response: str, answer: str) -> float:
     nothing, every list is a set, "72 million" is 72, and some forms count although another answer follows. It accepts
     more than they do, and than verl's rewards for GSM8K and MATH, which compare strings after one marker: every form
     counts, and words and choices do. Here a number without a unit agrees with one that has one, and 50% with 50 and
-    0.5; lists in brackets, or such as ``x=5, y=6``, are in order; ``5, 6`` and ``\{5, 6\}`` are in none.
+    0.5; lists in brackets are in order, as is ``5, 6`` beside ``x=5, y=6``; ``5, 6`` and ``\{5, 6\}`` are in none. Of
+    several boxes the last counts, unless only a comma, "and" or "or" is between them: they are a list.
     """
     response, answer = response.translate(_FULL_WIDTH), answer.translate(_FULL_WIDTH)
     if " ".join(response.split()) == " ".join(answer.split()):
         return 1.0
-    reference = stated_answer(answer)
-    expected = answer if reference is None else reference
+    reference = find_stated(answer)
+    expected = answer if reference is None else reference.content
+    if reference is not None and reference.parts and _is_each(reference.parts, reference.parts[-1]):
+        expected = reference.parts[-1]
     if not normalize_text(expected):
         return 0.0
     stated = find_stated(response, lambda content: _is_plausible(content, expected))
@@ -88,7 +90,14 @@ def agreement(response: str, answer: str) -> float:
         candidates = _guess_answers(response, expected)
     else:
         candidates = [*readings(stated), *_find_number(stated.content, expected)]
+        if stated.parts and _is_each(stated.parts, expected):
+            return 1.0
     return float(any(is_same_answer(candidate, expected) for candidate in candidates))
+
+
+def _is_each(parts: Sequence[str], expected: str) -> bool:
+    """Return whether several boxes write one answer, each in its way."""
+    return all(is_same_answer(part, expected) for part in parts)
 
 
 def _is_plausible(content: str, expected: str) -> bool:

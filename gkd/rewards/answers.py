@@ -14,6 +14,11 @@ MOST_SENTENCES = 20  # of those that state what the answer is, from the end
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?[.0-9]|[-+]?\\[a-zA-Z]))")
+_GAP = r"(?:[\s$]|\\q?quad\b|\\[()\[\] ])"
+_CONJUNCTION = r"(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
+_BETWEEN_BOXES = re.compile(rf"{_GAP}*(?:[,;]|{_CONJUNCTION})(?:{_GAP}|,|{_CONJUNCTION}|[a-zA-Z](?:_\{{?\w\}}?)?\s*=)*")
+"""What stands between boxes of which each has a part of the answer: ``, and y =``."""
+MOST_BETWEEN = 80  # characters
 _BARE_END = re.compile(r"[.,;:!?]{0,3}(?:[\s$*]|\\[)\]]|\Z)")
 _HEADING = re.compile(r"\d+[.)]\s+\D|[^\W\d_]{2,}")  # after "####", with text below: a heading in Markdown
 _FIELD = re.compile(
@@ -62,13 +67,15 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}")
 class Statement:
     """An answer and where in the text it is stated; no ``content`` where the text ends before it does.
 
-    ``is_boxed``: it is a formula, which does not end with marks of a sentence's.
+    ``is_boxed``: it is a formula, which does not end with marks of a sentence's. ``parts``: of several boxes, which are
+    a list, or ways to write one answer.
     """
 
     start: int
     end: int
     content: str
     is_boxed: bool = False
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +137,31 @@ def _tag(text: str) -> Statement | None:
 
 
 def _box(text: str) -> Statement | None:
+    """Return the last box; of several with a comma or "and" between them the list of these."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
-    start, begin = boxes[-1].span()
+    last = _read_box(text, boxes[-1])
+    start, parts = last.start, [last.content]
+    for box in reversed(boxes[:-1]):
+        before = _read_box(text, box)
+        between = text[before.end : start]
+        if not (before.content and last.content and len(between) <= MOST_BETWEEN and _BETWEEN_BOXES.fullmatch(between)):
+            break
+        start, parts = before.start, [before.content, *parts]
+    return last if len(parts) == 1 else Statement(start, last.end, ", ".join(parts), True, tuple(parts))
+
+
+def _read_box(text: str, box: re.Match[str]) -> Statement:
+    """Return a box, without content where it does not end."""
+    start, begin = box.span()
     bare = text[begin - 1] != "{"  # \boxed5, and what belongs to it up to a space
     depth = 0 if bare else 1
     for position in range(begin, len(text)):
         if bare and depth == 0 and _BARE_END.match(text, position):
             return Statement(start, position, text[begin:position], is_boxed=True)
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        escaped = text[position - 1] == "\\" and text[position - 2] != "\\"  # \left\{ needs no \}
+        depth += 0 if escaped else {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0 and not bare:
             return Statement(start, position + 1, text[begin:position], is_boxed=True)
     return Statement(start, len(text), text[begin:] if bare and depth == 0 else "", is_boxed=True)
@@ -210,6 +232,9 @@ def last_number(text: str) -> Numeral | None:
     None where there is none, or where the text denies that it is the answer.
     """
     text = re.sub(f"([{WIDE}]+)", r" \1 ", spell_vulgar_fractions(cut_reasoning(text)))
+    text = re.sub(r"(\\[a-zA-Z]+)(?=[0-9])", r"\1 ", text)  # \frac13
+    text = re.sub(r"(?<=[0-9])(?:,\\!\s?|\{,\})(?=[0-9])", ",", text)  # 10{,}080
+    text = re.sub(r"(?<==)\s?-\s(?=[0-9])", " -", text)  # x = - 5
     numbers = list(_FINAL_NUMBER.finditer(text))
     if not numbers:
         return None

@@ -29,7 +29,7 @@ _OTHER_CHOICE = re.compile(r"[(\s][A-J]\)|\b(?:and|or)\s+\(?[A-J]\b")
 _REJECTION = re.compile(r"is(?:\s+(?:wrong|incorrect|false)|(?:\s+not|n't)\s+(?:the\s+)?(?:correct|right|best))\b")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))(?!\s*\.?[0-9])")
 _REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
-_TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
+_TEXT_COMMAND = r"\\(?:text|textnormal|textbf|textit|textrm|mathrm|mathbf|mbox)"
 _TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
 _UNIT = re.compile(
     rf"(?:(?:\s*/?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
@@ -57,8 +57,14 @@ _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?|[a-zA-Z])\s*(?:\^\s*(?:\{\s*\\circ\
 _THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?=\}|\\[a-zA-Z])")  # \frac{1,000}{3}, 1,000\pi
 _OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ABOUT = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
+_VARIABLE = re.compile(r"(?!\\pi\b)\\?[a-zA-Z]+(?:_(?:\w|\{[^{}]*\}))?(?:\s*\([a-zA-Z]\))?")
+_PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s?\(([^()]*)\)")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
+_OPERATORS = "cdot|times|pm|le|ge|lt|gt|ne|cup|right|in|text|mathrm"
+_FRACTION_BEFORE = re.compile(
+    rf"(?<![\w.)}}\]^/])([0-9]+)/([0-9]+)(?=\s+[\\a-zA-Z(])(?!\s+\\(?:{_OPERATORS})\b)"
+)  # 1/2 x is half of x; 1/2x may be 1/(2x)
 _ANY_FRACTION = re.compile(rf"(\\sqrt\s*|\^)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _JOINED = re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)+|\d+(?:/\d+){2,}|\d+(?:[xX]\d+)+")
 """Numerals that are no arithmetic: a range or a score (3-1), a date (1/2/2020), a size (3x4)."""
@@ -68,6 +74,8 @@ _TIME = re.compile(r"\d+:\d\d(?!\d)")
 _BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\d+|\S)")
 _IN_ANY_ORDER = {"", "{}", "±"}
 """Brackets of answers that are listed in no order: all solutions, a set, both signs."""
+_GREEK = ["kappa", "xi", "zeta", "tau", "upsilon", "chi", "psi", "nu", "eta", "iota"]
+_LETTERS = re.compile(r"\\(?:text|mathrm|operatorname|mathbb|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+|(?P<letter>[a-zA-Z])")
 _BASES = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
 _NAMED_BASE = re.compile(
     rf"(?<=[0-9a-zA-Z])\s*_\s*(?P<brace>\{{\s*)?(?P<command>{_TEXT_COMMAND}\s*\{{\s*)?(?P<name>{_BASES})(?![a-z])"
@@ -103,6 +111,7 @@ def _spell_symbols(text: str) -> str:
     """Return ``text`` with LaTeX's commands for relations in ASCII and for symbols and fractions of Unicode."""
     for symbol, command in _ASCII.items():
         text = text.replace(symbol, command)
+    text = _PI.sub(r"\\pi ", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
     if text.isascii():
         return text
     text = re.sub(r"√\s*(?:([0-9]+)|\(([^()]*)\))", lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
@@ -130,7 +139,7 @@ def is_same_answer(response: str, expected: str) -> bool:
     if options[0] is not None and options[0][1] and choice(options[0][1]) is None:
         return is_same_answer(options[0][1], expected)
     sides = [_exact_and_rounded(text) for text in (response, expected)]
-    if [len(its) for its in sides] != [1, 1]:
+    if sides != [[response], [expected]]:
         return any(is_same_answer(side, other) for side in sides[0] for other in sides[1])
     return _is_same_mathematics(response, expected, own, reference)
 
@@ -138,8 +147,10 @@ def is_same_answer(response: str, expected: str) -> bool:
 def _exact_and_rounded(text: str) -> list[str]:
     r"""Return both ends of ``a \approx b``, of which either counts; nothing of numbers that no rounding makes equal."""
     sides = [side.strip() for side in _ABOUT.split(text) if side.strip()]
-    if len(sides) < 2:
-        return sides
+    if len(sides) < 2 or _items(normalize_text(text)) is not None:  # a list's elements are looked at one by one
+        return [text]
+    if _VARIABLE.fullmatch(sides[0]):  # x \approx 3 tells what x is, and no exact value
+        return [sides[-1]]
     ends = [sides[0], sides[-1]]
     numbers = [number for side in ends if (number := number_of(normalize_text(side)))]
     values = [number.value / (100 if number.percent else 1) for number in numbers]
@@ -185,6 +196,7 @@ def _spell_repeating(whole: str, fixed: str, period: str) -> str:
 def is_same_text(own: str, reference: str) -> bool:
     """Return whether texts are equal, of words also without regard to capitals."""
     words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, reference))
+    own, reference = (re.sub(r"\s*([-+=<>])\s*", r"\1", text) for text in (own, reference))
     return own == reference or (words and own.casefold() == reference.casefold())
 
 
@@ -228,14 +240,18 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: list[str]) -> bool:
-    """Return whether lists are equal, in order where they have brackets or name what they list, as x = 1, y = 2.
+    """Return whether lists are equal: in order where they have brackets, or one of them names what it lists.
 
-    Brackets but those of sets count where the reference has them.
+    That is x = 1, y = 2. Brackets but those of sets count where the reference has them.
     """
     allowed = _IN_ANY_ORDER if brackets in ("{}", "±") else {brackets} if brackets else {"()", "[]", *_IN_ANY_ORDER}
+    names = _names(own), _names(reference)
+    if brackets == "()" and own_brackets == "" and len(names[0]) == len(own) and not names[1]:
+        own_brackets = "()"  # x = 1, y = 2 is the point (1, 2)
     if len(own) != len(reference) or own_brackets not in allowed:
         return False
-    if own_brackets not in _IN_ANY_ORDER or any(len(_names(items)) > 1 for items in (own, reference)):
+    both = len(names[0]) == len(names[1]) == len(own) == len(reference)  # each under a name of its own
+    if own_brackets not in _IN_ANY_ORDER or (not both and any(len(its) > 1 for its in names)):
         return all(map(is_same_answer, own, reference))
     left = list(reference)
     for item in own:
@@ -247,7 +263,12 @@ def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: l
 
 
 def _names(items: list[str]) -> set[str]:
-    return {item.partition("=")[0].strip() for item in items if "=" in item}
+    """Return the names of what is listed; numbered ones, x_1 and x_2, are one."""
+    left = [item.partition("=")[0].strip() for item in items if "=" in item]
+    names = [re.sub(r"\s*_\s*\{?\s*([1-9])\s*\}?$", r"_\1", name) for name in left]
+    numbered = {name[:-2] for name in names if re.search(r"_[1-9]$", name)}
+    in_a_row = len(numbered) == 1 and sorted(name[-1] for name in names) == [str(i + 1) for i in range(len(items))]
+    return numbered if in_a_row else set(names)
 
 
 def is_formula(text: str) -> bool:
@@ -280,7 +301,21 @@ def _is_same_formula(own: str, reference: str) -> bool:
     ratios = _find_ratio(own), _find_ratio(reference)
     if ratios[0] and ratios[1]:
         return _is_same_ratio(ratios[0], ratios[1])
-    return are_math_equal(_as_latex(own), _as_latex(reference))
+    own, reference = _as_latex(own), _as_latex(reference)
+    spelt_alike = re.sub("(?<!,) ", "", own) == re.sub("(?<!,) ", "", reference)
+    return spelt_alike or are_math_equal(*_tell_cases_apart(own, reference))
+
+
+def _tell_cases_apart(*formulas: str) -> list[str]:
+    """Return formulas with a Greek letter for every capital beside whose small letter it stands, as in R^2 - r^2.
+
+    To math-verify both are one variable.
+    """
+    letters = [{match["letter"] for match in _LETTERS.finditer(formula)} - {None} for formula in formulas]
+    capitals = sorted({c for its in letters for c in its if c.isupper() and c.lower() in its})
+    free = [name for name in _GREEK if not any(name in formula for formula in formulas)]
+    names = {capital: f"\\{name} " for capital, name in zip(capitals, free, strict=False)}
+    return [_LETTERS.sub(lambda match: names.get(match["letter"], match[0]), formula) for formula in formulas]
 
 
 def _strip_name(text: str) -> str:
@@ -328,6 +363,7 @@ def _as_latex(formula: str) -> str:
         formula = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", formula)
     formula = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), formula)
     formula = _PI.sub(r"\\pi ", formula.replace("**", "^").replace("\\varnothing", "\\emptyset"))
+    formula = _FRACTION_BEFORE.sub(r"\\frac{\1}{\2}", formula)
     return _ANY_FRACTION.sub(_brace_fraction, formula)
 
 

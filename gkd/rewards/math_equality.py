@@ -251,7 +251,49 @@ def _compare(response: str, answer: str) -> bool:
     # Numbers that differ save a proof, which takes sympy a tenth of a second; and math-verify rounds small ones to 0.
     if numbers and expected and numbers.differ(expected):
         return False
-    return bool(gold) and bool(verify(gold, own, allow_set_relation_comp=True, timeout_seconds=None))
+    if not (gold and verify(gold, own, allow_set_relation_comp=True, timeout_seconds=None)):
+        return False
+    if type(own[0]) is not type(gold[0]) or (expected and expected.values):
+        return True
+    return _have_same_sides(own[0], gold[0]) or not _states_nothing(gold[0])
+
+
+def _states_nothing(answer: Any) -> bool:
+    """Return whether an answer is an equation that nothing solves, or everything: to math-verify all such are one."""
+    from sympy import Eq, Symbol, simplify, solve
+    from sympy.core.function import AppliedUndef
+    from sympy.logic.boolalg import BooleanAtom
+
+    if not isinstance(answer, Eq):
+        return isinstance(answer, BooleanAtom)
+    try:
+        answer = answer.xreplace({f: Symbol(str(f), real=True) for f in answer.atoms(AppliedUndef)})
+        return simplify(answer.lhs - answer.rhs) == 0 or not solve(answer, answer.free_symbols)
+    except Exception:  # sympy raises what it meets, as of matrices and of what it cannot solve
+        return True
+
+
+def _have_same_sides(own: Any, gold: Any) -> bool:
+    """Return whether two equations have the same sides, whichever is the left one, or the same difference of them."""
+    from math_verify import verify
+    from sympy import Eq
+
+    if not (isinstance(own, Eq) and isinstance(gold, Eq)):
+        return False
+
+    def is_same(one: Any, other: Any) -> bool:
+        return bool(verify(one, other, timeout_seconds=None))
+
+    sides = [(own.lhs, own.rhs), (own.rhs, own.lhs)]
+    if any(is_same(gold.lhs, left) and is_same(gold.rhs, right) for left, right in sides):
+        return True
+    try:
+        difference = gold.lhs - gold.rhs
+        if not difference.free_symbols or is_same(difference, difference * 0):
+            return False
+        return any(is_same(difference, left - right) for left, right in sides)
+    except Exception:  # of matrices
+        return False
 
 
 def main() -> None:
