@@ -104,7 +104,7 @@ def _is_plausible(content: str, expected: str) -> bool:
     """Return whether a sentence's end may be the answer: a letter, number or formula does not begin with a word."""
     normalized = normalize_text(expected)
     if find_compound(expected) is not None:
-        return re.match(r"(?:[A-Z][a-z]?\d*){2}", normalize_text(content)) is not None
+        return re.match(r"(?:[a-zA-Z]+\s*=)?[\s(\[]*(?:[A-Z][a-z]?\d*){2}", normalize_text(content)) is not None
     option = choice(normalized)
     words = option[1] if option else not (number_of(normalized) or is_formula(strip_markup(expected)))
     first = re.match(r"(?!(?i:option|choice)\s)[a-zA-Z]{2,}", normalize_text(content))

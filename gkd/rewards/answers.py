@@ -160,7 +160,8 @@ def _read_box(text: str, box: re.Match[str]) -> Statement:
     for position in range(begin, len(text)):
         if bare and depth == 0 and _BARE_END.match(text, position):
             return Statement(start, position, text[begin:position], is_boxed=True)
-        escaped = text[position - 1] == "\\" and text[position - 2] != "\\"  # \left\{ needs no \}
+        before = text[max(0, position - 9) : position]
+        escaped = (len(before) - len(before.rstrip("\\"))) % 2 == 1  # \left\{ needs no \}
         depth += 0 if escaped else {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0 and not bare:
             return Statement(start, position + 1, text[begin:position], is_boxed=True)
@@ -232,7 +233,7 @@ def last_number(text: str) -> Numeral | None:
     None where there is none, or where the text denies that it is the answer.
     """
     text = re.sub(f"([{WIDE}]+)", r" \1 ", spell_vulgar_fractions(cut_reasoning(text)))
-    text = re.sub(r"(\\[a-zA-Z]+)(?=[0-9])", r"\1 ", text)  # \frac13
+    text = re.sub(r"(\\[a-zA-Z]+)(?=[0-9])", "\\1\t", text)  # \frac13; a tab, which ends no formula below
     text = re.sub(r"(?<=[0-9])(?:,\\!\s?|\{,\})(?=[0-9])", ",", text)  # 10{,}080
     text = re.sub(r"(?<==)\s?-\s(?=[0-9])", " -", text)  # x = - 5
     numbers = list(_FINAL_NUMBER.finditer(text))
@@ -246,7 +247,8 @@ def last_number(text: str) -> Numeral | None:
             return None if denied else Numeral(content, text[match.end() :])
     if _DENIED.search(text[:start][-20:]) or _WIDE_SCALE.match(text, end):
         return None
-    if re.match(r"[^\s.,;:!?)\"'*$%]|.?\}", text[end : end + 2]):  # a formula without delimiters
+    after_command = re.search(r"\\[a-zA-Z]+\t$", text[:start][-20:])
+    if after_command or re.match(r"[^\s.,;:!?)\"'*$%]|.?\}", text[end : end + 2]):  # a formula without delimiters
         start = max(text.rfind(space, 0, start) for space in " \n") + 1
         end = min(place for space in " \n" if (place := (text + " \n").find(space, end)) >= 0)
     return Numeral(text[start:end], text[end:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from fractions import Fraction
 
 from gkd.rewards.math_equality import are_math_equal
@@ -55,9 +54,11 @@ _POWER = re.compile(r"\^\{(\w)\}(?!\w)")
 _POWER_OF_TEN = re.compile(r"\A(?P<sign>[-+]?)10\s?\^\s?\{?(?P<n>-?[0-9]{1,3})\}?\Z")
 _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?|[a-zA-Z])\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-zA-Z])|°)")
 _THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?=\}|\\[a-zA-Z])")  # \frac{1,000}{3}, 1,000\pi
+_SEPARATOR = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ABOUT = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
-_VARIABLE = re.compile(r"(?!\\pi\b)\\?[a-zA-Z]+(?:_(?:\w|\{[^{}]*\}))?(?:\s*\([a-zA-Z]\))?")
+_CONSTANT = r"(?:\\(?:pi|phi|varphi|gamma|ln|log|sin|cos|tan)|e)(?![a-zA-Z])"
+_VARIABLE = re.compile(rf"(?!{_CONSTANT})\\?[a-zA-Z]+(?:_(?:\w|\{{[^{{}}]*\}}))?(?:\s*\([a-zA-Z]\))?")
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s?\(([^()]*)\)")
 _PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
 _ARGUMENT = r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
@@ -147,7 +148,8 @@ def is_same_answer(response: str, expected: str) -> bool:
 def _exact_and_rounded(text: str) -> list[str]:
     r"""Return both ends of ``a \approx b``, of which either counts; nothing of numbers that no rounding makes equal."""
     sides = [side.strip() for side in _ABOUT.split(text) if side.strip()]
-    if len(sides) < 2 or _items(normalize_text(text)) is not None:  # a list's elements are looked at one by one
+    listed = _items(_SEPARATOR.sub("", normalize_text(text)))
+    if len(sides) < 2 or (listed is not None and listed[0] != "±"):  # a list's elements are looked at one by one
         return [text]
     if _VARIABLE.fullmatch(sides[0]):  # x \approx 3 tells what x is, and no exact value
         return [sides[-1]]
@@ -195,9 +197,10 @@ def _spell_repeating(whole: str, fixed: str, period: str) -> str:
 
 def is_same_text(own: str, reference: str) -> bool:
     """Return whether texts are equal, of words also without regard to capitals."""
-    words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in (own, reference))
-    own, reference = (re.sub(r"\s*([-+=<>])\s*", r"\1", text) for text in (own, reference))
-    return own == reference or (words and own.casefold() == reference.casefold())
+    spelt = [re.sub(r"\\(?=(?:pi|sqrt)(?![a-zA-Z]))", "", text).casefold() for text in (own, reference)]
+    words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in spelt)
+    own, reference = (re.sub(r"(?!\s[-+][0-9])\s*([-+=<>])\s*", r"\1", text) for text in (own, reference))
+    return own == reference or (words and spelt[0] == spelt[1])
 
 
 def choice(text: str) -> tuple[str, str] | None:
@@ -327,9 +330,10 @@ def _strip_name(text: str) -> str:
 
 def _find_joined(text: str) -> list[Fraction] | None:
     """Return the numerals of a range, a score, a date or a size; None for anything else."""
-    plain = re.sub(r"\\?[$%]|(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", _strip_name(text))
+    plain = _SEPARATOR.sub("", re.sub(r"\\?[$%]", "", _strip_name(text)))
     plain = re.sub(r"\s*(?:([-/x])|\bto\b)\s*", lambda match: match[1] or "-", plain.strip(), flags=re.IGNORECASE)
-    return [Fraction(part) for part in re.split(r"[-/xX]", plain)] if _JOINED.fullmatch(plain) else None
+    numerals = [Fraction(part) for part in re.split(r"[-/xX]", plain)] if _JOINED.fullmatch(plain) else None
+    return [Fraction(0), *numerals] if numerals and "x" in plain.lower() else numerals  # 3x1 is no 3-1
 
 
 def _find_ratio(text: str) -> list[str]:
@@ -351,10 +355,13 @@ def _is_same_ratio(own: list[str], reference: list[str]) -> bool:
     return all(are_math_equal(*pair) for pair in products)
 
 
-def find_compound(text: str) -> Counter[str] | None:
+def find_compound(text: str) -> list[str] | None:
     """Return the parts of a chemical formula, in which what stands side by side is not multiplied; None for others."""
     plain = "".join(normalize_text(text).split())
-    return Counter(re.findall(r"[A-Z][a-z]?\d*", plain)) if _COMPOUND.fullmatch(plain) else None
+    parts = re.findall(r"[A-Z][a-z]?\d*", plain)
+    if not _COMPOUND.fullmatch(plain):
+        return None
+    return sorted(parts) if len({*parts}) == len(parts) else parts  # CH3COOH is no HCOOCH3
 
 
 def _as_latex(formula: str) -> str:

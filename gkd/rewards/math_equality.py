@@ -276,7 +276,7 @@ def _states_nothing(answer: Any) -> bool:
 def _have_same_sides(own: Any, gold: Any) -> bool:
     """Return whether two equations have the same sides, whichever is the left one, or the same difference of them."""
     from math_verify import verify
-    from sympy import Eq
+    from sympy import Eq, simplify
 
     if not (isinstance(own, Eq) and isinstance(gold, Eq)):
         return False
@@ -291,7 +291,8 @@ def _have_same_sides(own: Any, gold: Any) -> bool:
         difference = gold.lhs - gold.rhs
         if not difference.free_symbols or is_same(difference, difference * 0):
             return False
-        return any(is_same(difference, left - right) for left, right in sides)
+        ratio = simplify(difference / (own.lhs - own.rhs))
+        return bool(ratio.is_number and ratio.is_finite and ratio != 0)
     except Exception:  # of matrices
         return False
 
