@@ -218,16 +218,26 @@ def _is_imported(name: str, place: Path) -> bool:
         return True  # it was deleted, and is kept
     taken = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or []
     own = [place, place.parent] if place.name == "__init__.py" else [place]  # a folder where that was deleted
-    return any(Path(other) == one or (one.exists() and Path(other).samefile(one)) for other in taken for one in own)
+    return any(Path(other) == one or _is_same_file(Path(other), one) for other in taken for one in own)
+
+
+def _is_same_file(other: Path, one: Path) -> bool:
+    try:
+        return other.samefile(one)
+    except OSError:  # one was deleted, or the other is within an archive, or no place at all
+        return False
 
 
 def _files_of(place: Path) -> list[Path]:
     """Return the files of a module: it, or all of its package."""
     if place.suffix == ".py" and place.name != "__init__.py":
         return [place]
-    folder = place if place.suffix != ".py" else place.parent
+    is_folder = place.suffix != ".py"  # which may have data beside its modules, far below
+    folder = place if is_folder else place.parent
     copy = _find_copy(folder)  # which has what there was
-    return [folder / file.relative_to(copy or folder) for file in sorted((copy or folder).rglob("*.py"))]
+    patterns = ("*.py", "*/*.py") if is_folder and copy is None else ("**/*.py",)
+    files = {file for pattern in patterns for file in (copy or folder).glob(pattern)}
+    return [folder / file.relative_to(copy or folder) for file in sorted(files)]
 
 
 def _imported_names(file: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,17 @@ def test_a_neighbour_is_known_by_whatever_path_python_has(begin: Callable[[], No
         kept = sorted(path.name for path in (tmp_path / "sources").rglob("*.py"))
     expected = ["__init__.py", "beside_kept.py", "deep.py", "lazily_kept.py", "mine.py", "outer_kept.py", "within.py"]
     assert kept == expected
+
+
+def test_a_neighbour_s_name_that_an_archive_has_is_the_archive_s(begin: Callable[[], None], tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    file = write(tmp_path / "user", 1)
+    with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
+        archive.writestr("beside_kept.py", "BESIDE = [7, 7]\n")
+    sys.path.insert(0, str(tmp_path / "lib.zip"))
+    assert load_module(file).values()[:3] == [1, 7, 7]
+    with keep_sources(tmp_path / "sources"):
+        assert not [path for path in (tmp_path / "sources").rglob("*.py") if path.name == "beside_kept.py"]
 
 
 def test_a_path_with_dots_is_kept_within_the_directory(begin: Callable[[], None], tmp_path: Path) -> None:
