@@ -185,12 +185,20 @@ def test_nothing_is_left_when_ctrl_c_comes_while_ray_starts(start, moment, delay
 
 @pytest.mark.parametrize(("moment", "delay_s"), [("starting", 0.3), ("connecting", 0.0), ("busy", 0.1)])
 def test_sigterm_has_its_line_and_code_while_ray_starts(start, moment, delay_s):
-    """Ray puts handlers of its own in place: one that exits with 15 and, as it connects, one that aborts."""
-    run = start(moment)
-    directory, _ = directory_and_pids(run)
-    time.sleep(delay_s)
-    run.send_signal(signal.SIGTERM)
-    assert run.wait(timeout=60) == 143
+    """Ray puts handlers of its own in place: one that exits with 15 and, as it connects, one that aborts.
+
+    That one does so three seconds later where the machine is too busy to have connected by then, which holds Python up.
+    """
+    for _ in range(4):
+        run = start(moment)
+        directory, _ = directory_and_pids(run)
+        time.sleep(delay_s)
+        run.send_signal(signal.SIGTERM)
+        if (code := run.wait(timeout=60)) != -signal.SIGABRT:
+            break
+        assert eventually(lambda directory=directory: reaper.processes_of(directory) == [])
+        shutil.rmtree(directory)
+    assert code == 143
     assert run.stderr.read().splitlines()[-1] == "stopped by SIGTERM"  # below a stack where another thread had it
     assert reaper.processes_of(directory) == []
     assert not Path(directory).exists()
