@@ -40,12 +40,13 @@ def read_yaml(path: str | Path, resolve: bool = True) -> dict[str, Any]:
     """
     try:
         loaded = OmegaConf.load(user_path(str(path)))
-        try:
-            content = OmegaConf.to_container(loaded, resolve=True)
+        content = OmegaConf.to_container(loaded)
+        try:  # in any case, so that a variable that is not set is said of this file
+            resolved = OmegaConf.to_container(loaded, resolve=True)
+            content = resolved if resolve else content
         except InterpolationKeyError:  # of a setting that the file has not
             if resolve:
                 raise
-        content = content if resolve else OmegaConf.to_container(loaded)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except RecursionError:

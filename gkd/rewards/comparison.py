@@ -172,8 +172,9 @@ def _is_same_mathematics(response: str, expected: str, own: str, reference: str)
     numbers = number_of(own), number_of(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
-    if (compound := find_compound(reference)) is not None and find_compound(own) is not None:
-        return find_compound(own) == compound
+    compounds = find_compound(own), find_compound(reference)
+    if None not in compounds:
+        return compounds[0] == compounds[1]
     lists = _items(own), _items(reference)
     if lists[0] is not None and lists[1] is not None:
         return _is_same_list(*lists[0], *lists[1])

@@ -274,7 +274,7 @@ def _states_nothing(answer: Any) -> bool:
 
 
 def _have_same_sides(own: Any, gold: Any) -> bool:
-    """Return whether two equations have the same sides, whichever is the left one, or the same difference of them."""
+    """Return whether two equations have the same sides, on whichever side, or are multiples of each other."""
     from math_verify import verify
     from sympy import Eq, simplify
 

@@ -130,7 +130,10 @@ def test_a_dead_actor_ends_the_run_which_goes_on_exactly_where_it_was(
         assert {key: one[key] for key in same} == {key: other[key] for key in same}
     assert f"step {oldest.name.removeprefix('step_')} from {oldest}" in again.text()
     assert all(f"{path} is damaged" in again.text() for path in others)
-    assert f"trainer.total_steps 100000 -> {last}" in again.text()
+    changed = f"trainer.total_steps 100000 -> {last}"
+    assert changed in again.text()
+    events = [json.loads(line) for line in (run.output / "events.jsonl").read_text().splitlines()]
+    assert [changed in row["text"] for row in events if row["kind"] == "resume"] == [True]
     samples = [json.loads(line)["step"] for line in (run.output / "samples.jsonl").read_text().splitlines()]
     assert samples == sorted(samples)
     assert {samples.count(step) for step in range(1, last + 1)} == {4}
