@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
@@ -99,8 +99,9 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _convert_values(cls, values: Any) -> Any:
-        """Convert a text where a list of texts is expected to a list of one, 1e3 where a whole number is to one, and
-        what YAML has of tuples, sets, paths and members of an enumeration to these.
+        """Convert a text where a list of texts is expected to a list of one, 1e3 where a whole number is to one, a text
+        that is a number (``${oc.env:NAME}``) to it, and what YAML has of tuples, sets, paths and members of an
+        enumeration to these.
         """
         if not isinstance(values, dict):
             return values
@@ -132,7 +133,22 @@ def _convert(value: Any, field: FieldInfo) -> Any:
             isinstance(made, type) and issubclass(made, Enum) and value in [one.value for one in made]
         ):
             return made(value)
+    if isinstance(value, str) and str not in kinds and (number := _read_number(value, kinds)) is not None:
+        return number
     return [value] if isinstance(value, str) and list[str] in kinds else value
+
+
+def _read_number(text: str, kinds: Collection[Any]) -> int | float | bool | None:
+    """Return the number, or true or false, that a text is, if it may be one of ``kinds``; else None."""
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if int in kinds and number.is_integer():
+        return int(number)
+    return number if float in kinds else None
 
 
 def _kinds(annotation: Any) -> list[Any]:

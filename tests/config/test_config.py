@@ -95,6 +95,18 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
     assert repr(compose(["+recipe=grpo", "rollout.temperature=1.0"]).rollout.temperature) == "1.0"
 
 
+def test_a_variable_of_the_environment_may_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"STEPS": "7", "LR": "1e-4", "COMPILE": "True", "HALF": "1.5", "NONE": ""}.items():
+        monkeypatch.setenv(name, text)
+    texts = ["trainer.total_steps=${oc.env:STEPS}", "actor.lr=${oc.env:LR}", "actor.compile=${oc.env:COMPILE}"]
+    config = compose(["+recipe=grpo", *texts, "trainer.run_name=${oc.env:STEPS}"])
+    values = config.trainer.total_steps, config.actor.lr, config.actor.compile, config.trainer.run_name
+    assert repr(values) == "(7, 0.0001, True, '7')"
+    for name in ("HALF", "NONE"):
+        with pytest.raises(ConfigError, match="valid integer"):
+            compose(["+recipe=grpo", f"trainer.total_steps=${{oc.env:{name}}}"])
+
+
 @pytest.mark.parametrize("command", [command for command in entries() if not command.startswith((OWN, NODE))])
 def test_a_mistake_is_one_line_that_names_it(command: str) -> None:
     """Of tests/messages.txt; tests/messages.py says how to renew it."""
