@@ -28,7 +28,7 @@ def _check_rising(band: list[float]) -> list[float]:
     return band
 
 
-Band = Annotated[list[float], AfterValidator(_check_rising)]
+Band = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_check_rising)]
 
 
 class Watch(Settings):
@@ -37,13 +37,9 @@ class Watch(Settings):
     truncation_rate: float = Field(
         0.05, ge=0, le=1, description="share of responses cut off by rollout.max_response_length"
     )
-    distill_kl: Band = Field(
-        [0.0, 5.0], min_length=2, max_length=2, description="band of distill/reverse_kl, nats a token"
-    )
-    reference_kl: Band = Field(
-        [-0.01, 0.5], min_length=2, max_length=2, description="band of actor/kl_reference, nats a token"
-    )
-    reward_kl: dict[str, Annotated[Band, Field(min_length=2, max_length=2)]] = Field(
+    distill_kl: Band = Field([0.0, 5.0], description="band of distill/reverse_kl, nats a token")
+    reference_kl: Band = Field([-0.01, 0.5], description="band of actor/kl_reference, nats a token")
+    reward_kl: dict[str, Band] = Field(
         {}, description="by the name of a reward, band of reward/NAME/kl, nats a token, as watch.reward_kl.NAME=[0,0.5]"
     )
     mismatch_kl: float = Field(0.02, gt=0, description="largest mismatch/kl between sampler and trainer, nats a token")
