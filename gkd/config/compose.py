@@ -36,7 +36,7 @@ from gkd.config.loading import (
     read_layer,
 )
 from gkd.config.open import OpenSections
-from gkd.config.overrides import VALUES, flatten, keep_name, literal_override, with_text_names
+from gkd.config.overrides import VALUES, flatten, keep_name, literal_override, split_name, with_text_names
 from gkd.config.registry import forget_edited, make_absolute, shorten_name
 from gkd.errors import ConfigError, one_line
 
@@ -142,7 +142,7 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     for key in values:
         if key not in Config.model_fields:
             raise make_unknown_error(key, values[key])
-        if any(name.startswith(f"{key}.") for name in settings()):
+        if _is_section(key):
             _require_section(file, key, values[key])
     for group, choice in chosen.items():
         if choice not in (None, "none", *choices[group]):
@@ -152,11 +152,11 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which settings with dots in their names stand in their sections, and empty sections do not."""
-    sections = {name.partition(".")[0] for name in settings() if "." in name}
-    tree = {name: value for name, value in values.items() if value is not None or name not in sections}
-    for name in [name for name in tree if "." in name and plain_name(name) in settings()]:
-        *above, last = name.split(".")
+    """Return values in which what has dots in its name stands in its section, and empty sections do not."""
+    tree = {name: value for name, value in values.items() if value is not None or not _is_section(name)}
+    dotted = [name for name in tree if "." in name and (_is_section(name) or _may_be_own(name))]
+    for name in sorted(dotted, key=len):  # sections before what is in them
+        *above, last = split_name(name)
         section, value = tree, tree.pop(name)
         for part in above:
             section[part] = _require_section(file, part, section.get(part))
@@ -343,8 +343,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         key = override.key_or_group
         if not key:
             raise ConfigError(f"cannot read the overrides: {override.input_line} names no setting")
-        section = f"{plain_name(key)}."
-        is_section = any(name.startswith(section) for name in known)
+        is_section = _is_section(key)
         if override.package is not None:
             raise ConfigError(f"{override.input_line}: names no setting; a group is chosen as {key}=NAME")
         if key in choices:
@@ -353,7 +352,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             if first is not override and key != "placement":  # which is a default that one may replace again
                 several = "; several are a list, as +sets='[a,b]'" if key == "sets" else "; one is expected"
                 raise ConfigError(f"{first.input_line} and {override.input_line}: {key} is chosen twice{several}")
-        elif key not in known and not is_section and not _may_be_own(key, known):
+        elif key not in known and not is_section and not _may_be_own(key):
             raise ConfigError(f"unknown setting {key}{hint(plain_name(key), [*known, *choices])}")
         elif override.is_sweep_override():
             line = str(override.input_line)
@@ -363,8 +362,14 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _may_be_own(key: str, known: Mapping[str, str]) -> bool:
+def _is_section(key: str) -> bool:
+    section = f"{plain_name(key)}."
+    return any(name.startswith(section) for name in settings())
+
+
+def _may_be_own(key: str) -> bool:
     """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
+    known = settings()
     named_by_user = any(key.startswith(f"{section}.") for section in (*VALUES, "data.chat_template_kwargs"))
     if named_by_user or plain_name(key) in known:
         return True

@@ -48,7 +48,9 @@ def read_yaml(path: str | Path, resolve: bool = True) -> dict[str, Any]:
             if resolve:
                 raise
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        if error.errno is not None:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        content = None  # OmegaConf's answer to a file of one number
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: it is nested too deep, or holds itself") from None
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
@@ -195,14 +197,11 @@ def _error(error: ValidationError) -> ConfigError:
     # Union branches add their type's name to the location; only real keys are shown.
     key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|bool|float)$", str(part)))
     if first["type"] == "extra_forbidden":
+        if key in settings():
+            return ConfigError(f"{key}={first['input']}: a name with dots stands at the top of a file, in no section")
         return make_unknown_error(key, first["input"])
     if first["type"] == OWN:
-        context = first["ctx"]
-        if context["unknown"]:
-            known = [f"{key}.{name}" for name in context["known"]]
-            return make_unknown_error(f"{key}.{context['key']}", context["value"], known)
-        shown = f"={context['value']}" if context["value"] else ""
-        return ConfigError(f"{key}.{context['key']}{shown}: {_lower_first(str(context['why']))}")
+        return _own_error(key, first["ctx"])
     message = _lower_first(str(first["msg"]).removeprefix("Value error, "))
     begin = re.match(r"\w+(\.\w+)*", message)
     if begin is not None and f"{key}.{begin[0]}" in settings():  # a section's own check begins with what is wrong in it
@@ -212,6 +211,17 @@ def _error(error: ValidationError) -> ConfigError:
     given = "null" if first["input"] is None else first["input"]
     shown = "" if isinstance(given, Mapping) else f"={given}"
     return ConfigError(f"{key}{shown}: {message}" if key else message)
+
+
+def _own_error(section: str, context: Mapping[str, Any]) -> ConfigError:
+    """Return the error of a setting of the class that a section names, or of one that it does not take."""
+    key, value, names = f"{section}.{context['key']}", context["value"], settings()
+    if not context["unknown"]:
+        shown = f"={value}" if value else ""
+        return ConfigError(f"{key}{shown}: {_lower_first(str(context['why']))}")
+    if key in names:  # of another class than the one that its section names
+        return ConfigError(f"{key}={value}: is no setting of what is named, but of {names[key]}")
+    return make_unknown_error(key, value, [f"{section}.{name}" for name in context["known"]])
 
 
 def _explain_null(key: str) -> str:
@@ -252,10 +262,7 @@ def make_unknown_error(key: str, value: Any, own: Iterable[str] = ()) -> ConfigE
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
-    names = settings()
-    if key in names:  # of another class than the one that its section names
-        return ConfigError(f"{key}={value}: is no setting of what is named, but of {names[key]}")
-    return ConfigError(f"unknown setting {key}{hint(plain_name(key), [*names, *own])}")
+    return ConfigError(f"unknown setting {key}{hint(plain_name(key), [*settings(), *own])}")
 
 
 def plain_name(key: str) -> str:

@@ -61,6 +61,12 @@ def keep_name(override: str) -> str:
     return f"{begins}{section}={{{name}:{value}}}"
 
 
+def split_name(key: str) -> list[str]:
+    """Return the parts of a setting's name; a name that a user chose is one, whatever dots it has."""
+    section, name, fields = _split_name(key)
+    return [*section.split("."), name, *fields] if name else key.split(".")
+
+
 def _split_name(key: str) -> tuple[str, str, list[str]]:
     """Return the section, the name chosen by a user and the setting below it, in parts; empty where there is none."""
     for section in VALUES:

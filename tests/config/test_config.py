@@ -248,6 +248,7 @@ def test_groups_and_settings_take_a_plus_or_none_and_may_name_each_other() -> No
         ("actor: {lrr: 1}", "unknown setting actor.lrr"),
         ("a: [", "odd.yaml"),
         ("- 1", "odd.yaml"),
+        ("5", "odd.yaml .*configuration"),
         ("actor: [1]", "odd.yaml"),
         ("a: \xff", "odd.yaml"),
         ('trainer: {output_dir: "a\\0b"}', r"trainer.output_dir='a\\x00b'"),
@@ -294,6 +295,9 @@ def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) 
         ("actor.lr: 1.0\nactor: {lr: 2.0}", r"mine.yaml: actor\.lr .*twice"),
         ("actor.lr: 1.0\nactor: 5", r"mine.yaml .*: actor "),
         ("trainer: 5", r"mine.yaml .*: trainer "),
+        ("actor: {lora.r: 16}", r"actor\.lora\.r=16: .*\bdots\b"),
+        ("actor.lora: {r: 16}\nactor: {lora: {alpha: 3}}", r"mine.yaml: actor\.lora .*twice"),
+        ("actor.lora: {rr: 16}", r"actor\.lora\.rr \(did .*actor\.lora\.r\?"),
         ("1: 2", r"unknown setting 1"),
         ("null: 2", r"mine.yaml .*\bread"),
         ("actor:\n  lr: ${oc.env:NOWHERE}", r"mine.yaml .*NOWHERE"),
@@ -351,6 +355,19 @@ def test_settings_of_a_file_may_have_dots_in_their_names_and_sections_may_be_emp
     config = compose([str(file)])
     given = ["+recipe=grpo", "actor.lr=0.5", "rollout.n=4", "rollout.temperature=0.7"]
     assert config == compose([*given, "data.val_sets.hard.files=[x.jsonl]"])
+
+
+def test_sections_and_users_own_settings_of_a_file_may_have_dots_in_their_names(tmp_path: Path) -> None:
+    """Those of names that the user chooses as well, whatever dots these have."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "recipe: grpo\nactor.lora.alpha: 3.0\nactor.lora: {r: 16}\ndata.val_sets.v1: {files: [x]}\n"
+        "data.val_sets.v2.0.files: [y]\nreward.length: {target_length: 7}\n"
+    )
+    given = ["+recipe=grpo", "actor.lora={r: 16, alpha: 3.0}", "reward.length.target_length=7"]
+    assert compose([str(file)]) == compose([*given, "data.val_sets.v1.files=[x]", "data.val_sets.v2.0.files=[y]"])
+    file.write_text("models.Qwen2.5-7B: x\nevaluate.sets.a: {files: [b]}\n")
+    assert compose([str(file)]) == compose(["models.Qwen2.5-7B=x", "evaluate.sets.a.files=[b]"])
 
 
 @pytest.mark.parametrize(
