@@ -73,7 +73,10 @@ def make(
     layout = Layout(config, models, _hardware(config, best is not None), nodes_of(config))
     factors = None
     if run is not None:
-        factors = factors_of(run, layout)
+        try:
+            factors = factors_of(run, layout)
+        except ConfigError as error:
+            raise ConfigError(f"--from {error}") from None
         layout = replace(layout, config=factors.lengths(config))
     return plan(layout, factors, best, by_memory)
 

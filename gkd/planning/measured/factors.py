@@ -14,12 +14,12 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config
 from gkd.config.base import SCORERS
 from gkd.config.loading import read_run
-from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES, parse
+from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES, parse, whole_lines
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
 from gkd.planning.measured.driver import driver_times
-from gkd.planning.measured.timeline import RunTimeline, disturbed_steps, read_rows
+from gkd.planning.measured.timeline import RunTimeline, disturbed_steps
 from gkd.planning.simulation.run import Step
 from gkd.planning.simulation.stages import Factors, stages_of
 from gkd.planning.simulation.steps import simulate_layout
@@ -39,7 +39,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     """
     path = Path(directory)
     _require_same_device(path, layout)
-    config, rows = _read_config(path), _read_rows(path)
+    config, rows = read_run(path / CONFIG), _read_rows(path)
     lengths = Factors(
         prompt=_mean_prompt(config, rows),
         response=_mean(rows, "response/length_mean"),
@@ -110,26 +110,19 @@ def _require_same_device(path: Path, layout: Layout) -> None:
     except OSError:
         return  # the files that are needed state what is missing
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--from {path}: placement.json cannot be read: {error}") from None
+        raise ConfigError(f"{path}: placement.json cannot be read: {error}") from None
     if on_cpu != layout.hardware.is_cpu:
         ran, planned = ("CPUs", "GPUs (plan.gpu_type)") if on_cpu else ("GPUs", "CPUs")
-        raise ConfigError(f"--from {path}: that run computed on {ran}, and this plan is of {planned}")
-
-
-def _read_config(path: Path) -> Config:
-    try:
-        return read_run(path / CONFIG)
-    except ConfigError as error:
-        raise ConfigError(f"--from {error}") from None
+        raise ConfigError(f"{path}: that run computed on {ran}, and this plan is of {planned}")
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of every step with timings but the first, which warms up, and those in which workers ended."""
-    rows = [row for row in read_rows(path, METRICS) if "timing_s/update" in row]
+    rows = [row for row in whole_lines(path / METRICS) if "timing_s/update" in row]
     if not rows:
-        raise ConfigError(f"--from {path}: metrics.jsonl has no step with timings yet")
+        raise ConfigError(f"{path}: metrics.jsonl has no step with timings yet")
     if odd := [name for row in rows for name, value in row.items() if not isinstance(value, int | float)]:
-        raise ConfigError(f"--from {path}: metrics.jsonl has a {odd[0]} that is no number")
+        raise ConfigError(f"{path}: metrics.jsonl has a {odd[0]} that is no number")
     rows, disturbed = rows[1:] or rows, disturbed_steps(path)
     return [row for row in rows if row.get("step") not in disturbed] or rows
 

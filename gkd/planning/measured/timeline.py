@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from gkd.config.output_files import EVENTS, TIMELINE, parse, whole_lines
 from gkd.errors import ConfigError
@@ -64,7 +64,7 @@ class RunTimeline:
         except FileNotFoundError:
             return cls((), ())
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--from {path}: timeline.json cannot be read: {error}") from None
+            raise ConfigError(f"{path}: timeline.json cannot be read: {error}") from None
 
     def steps(self) -> list[tuple[float, float]]:
         """Return start and end of all steps but the first, which warms up, and those with a validation beside
@@ -90,16 +90,8 @@ class RunTimeline:
         return sorted(spans, key=lambda span: span.start)
 
 
-def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a run's file that are whole; none without the file. Raises ConfigError for a broken one."""
-    try:
-        return whole_lines(path / name)
-    except ConfigError as error:
-        raise ConfigError(f"--from {error}") from None
-
-
 def disturbed_steps(path: Path) -> frozenset[int]:
     """Return the steps in which workers ended or began anew, by events.jsonl; none without the file."""
-    events = read_rows(path, EVENTS)
+    events = whole_lines(path / EVENTS)
     steps = [event.get("step") for event in events if event.get("kind") in DISTURBANCES]
     return frozenset(step for step in steps if isinstance(step, int))
