@@ -21,7 +21,7 @@ OWN_PARAMETERS = (
 )  # fmt: skip
 """What a plain function of verl's or TRL's kind is given; :mod:`gkd.rewards.adapters` states when."""
 
-TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
+TRL_PARAMETERS = frozenset(("prompts", "completions", "completion_ids"))
 """One of these a function of TRL's kind has."""
 
 VERL_PARAMETERS = frozenset(("solution_str", "solution_strs"))
@@ -233,9 +233,11 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def required_parameters(function: Any) -> set[str]:
-    """Return the parameters of a callable that have no defaults."""
-    return {name for name, parameter in parameters_of(function).items() if parameter.default is inspect.Parameter.empty}
+def required_parameters(function: Any, bound: bool = True) -> list[str]:
+    """Return the parameters of a callable that have no defaults; not ``bound``: without the first one, ``self``."""
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = list(parameters_of(function).values())[0 if bound else 1 :]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 def _why_not_called(reward: Any, call: Any) -> str | None:
@@ -244,41 +246,23 @@ def _why_not_called(reward: Any, call: Any) -> str | None:
     if is_class and (why := why_not_callable(reward, 1 if settings_class(reward) else 0)):
         given = "its Config" if settings_class(reward) else "nothing, as it has no Config"
         return f"its class is given {given}: {why}"
-    if missing := _parameters_without_values(call, bound=not is_class):
+    required = required_parameters(call, bound=not is_class)
+    if not TRL_PARAMETERS.isdisjoint(required):  # the others are columns, which only the data knows: required_columns
+        return None
+    is_verls = not VERL_PARAMETERS.isdisjoint(parameters_of(call))
+    if missing := [name for name in required if name not in OWN_PARAMETERS] if is_verls else required[1:]:
         return f"its parameter {missing[0]} has no default, and no reward is given such a one"
-    if {*TRL_PARAMETERS}.isdisjoint(required_parameters(call)) and VERL_PARAMETERS.isdisjoint(parameters_of(call)):
-        why = why_not_callable(call, 2 if is_class else 1)
-        return f"it is called with a completion: {why}" if why else None
-    return None
-
-
-def _parameters_without_values(call: Any, bound: bool) -> list[str]:
-    """Return the parameters that a reward requires and is given nothing for; not ``bound``: its first one is ``self``.
-
-    What a function of TRL's kind requires are columns, which only the data knows: :func:`required_columns`.
-    """
-    required = _required_names(call, bound)
-    if not {*TRL_PARAMETERS}.isdisjoint(required):
-        return []
-    if VERL_PARAMETERS.isdisjoint(parameters_of(call)):
-        return required[1:]
-    return [name for name in required if name not in OWN_PARAMETERS]
+    why = None if is_verls else why_not_callable(call, 2 if is_class else 1)
+    return f"it is called with a completion: {why}" if why else None
 
 
 def required_columns(reward: Any) -> list[str]:
     """Return the parameters of a reward of TRL's kind that nothing but a column of the data gives it."""
     is_class = isinstance(reward, type)
-    required = _required_names(reward.__call__ if is_class else reward, bound=not is_class)
-    if {*TRL_PARAMETERS}.isdisjoint(required):
+    required = required_parameters(reward.__call__ if is_class else reward, bound=not is_class)
+    if TRL_PARAMETERS.isdisjoint(required):
         return []
     return [name for name in required if name not in OWN_PARAMETERS]
-
-
-def _required_names(call: Any, bound: bool) -> list[str]:
-    """Return the parameters without defaults in their order; not ``bound``: without the first one, ``self``."""
-    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    parameters = list(parameters_of(call).values())[0 if bound else 1 :]
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 def _makes_callables(kind: type) -> bool:

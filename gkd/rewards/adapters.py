@@ -55,7 +55,7 @@ def adapt(reward: Callable[..., Any], settings: Mapping[str, Any]) -> RewardCall
     ``settings`` are its further parameters.
     """
     names = parameters_of(reward)
-    if not required_parameters(reward).isdisjoint(TRL_PARAMETERS):
+    if not TRL_PARAMETERS.isdisjoint(required_parameters(reward)):
         return _call_with_arguments(reward, settings, _trl_arguments, _trl_rewards)
     if "solution_strs" in names:
         return _call_with_arguments(
