@@ -251,10 +251,9 @@ def engine_class(engine: Engine, shape: ModelShape) -> Any:
 
     See :class:`gkd.inference.engine.InferenceEngine`.
     """
-    assert isinstance(engine, Rollout | Scorer), "a pool of engines samples or scores"
     if isinstance(engine, Scorer):
-        decided = engine.engine_for(lambda: shape.is_dense)
-        engine = engine.model_copy(update={"engine": decided})
+        return engine.registry.load(engine.engine_for(lambda: shape.is_dense))
+    assert isinstance(engine, Rollout), "a pool of engines samples or scores"
     return engine.engine_class
 
 
