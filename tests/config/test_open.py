@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, SecretStr, ValidationError, computed_field, field_validator
 
 from gkd.config import load
@@ -18,7 +17,7 @@ from gkd.config.base import Settings
 from gkd.config.compose import compose, compose_run
 from gkd.config.doubts import doubts
 from gkd.config.learning import ADVANTAGES
-from gkd.config.loading import dump_run
+from gkd.config.loading import dump_run, dump_yaml
 from gkd.config.open import OWN, OpenSettings
 from gkd.config.own_code import source_digest
 from gkd.config.registry import Registry, make_absolute
@@ -226,7 +225,7 @@ def test_a_run_says_every_setting_of_its_classes_and_another_class_brings_its_ow
     first = compose(["algorithm.loss.name=jsd"])
     assert first.model_dump()["algorithm"]["loss"]["beta"] == 0.5
     assert first.algorithm.advantage.model_dump()["divide_by_std"] is True
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(first.model_dump())))
+    file.write_text(dump_yaml(first))
     assert compose([str(file)]) == first
     assert compose([str(file), "algorithm.loss.beta=0.3"]).algorithm.loss.class_settings().beta == 0.3
     named = compose([str(file), "algorithm.loss.name=jsd", "algorithm.loss.top_k=4"])
@@ -241,7 +240,7 @@ def test_an_own_reward_of_a_runs_file_can_be_left_out_or_replaced(tmp_path: Path
         "  def __init__(self, config): pass\n  def __call__(self, completion): return 0.0\n"
     )
     run = compose(["+recipe=grpo", f"reward.functions=['{mine}:Own',format]", "reward.Own.width=5"])
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(run.model_dump())))
+    file.write_text(dump_yaml(run))
     assert compose([str(file), "reward.Own.width=6"]).reward.settings_of(f"{mine}:Own").width == 6
     assert "Own" not in compose([str(file), "reward.functions=[format]"]).model_dump()["reward"]
 

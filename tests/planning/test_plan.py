@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 from transformers import Qwen2Config
 
 from gkd.cli.plan import _compose, main
@@ -209,8 +208,6 @@ def test_the_builtin_task_is_planned_by_the_shapes_it_makes() -> None:
         ),
         (["+recipe=grpo", "model.size=7b", "plan.nodes=[8,0]"], r"plan.nodes.1=0: "),
         (["+recipe=grpo", "model.size=7b", "plan.nodes=[]"], r"plan.nodes=\[\]: "),
-        (["+recipe=grpo", "model.size=7b", "plan.gpu_tpye=h200"], r"unknown setting .* \(did you mean plan.gpu_type"),
-        (["+recipe=grpo", "model.size=7b", "plan.card=h200"], r"unknown setting plan.card \(here: plan.gpu_type\)"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +268,7 @@ def test_timings_of_an_earlier_run_are_taken(dynamic: bool, model: str, tmp_path
     run.mkdir()
     overrides = ["+recipe=grpo", f"model.path={model}", "placement=8gpu", "data.max_prompt_length=200"]
     config = compose([*DATA, *overrides])
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
+    (run / "config.yaml").write_text(dump_yaml(config))
     many = {"reward/groups": 2.0 * config.trainer.batch_size} if dynamic else {}
     with JsonLines(run / "metrics.jsonl") as log:
         log.write({"step": 0, "epoch": 0, "val/accuracy": 0.1})

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from gkd.cluster.layout.nodes import Node, group_requests, solve
 from gkd.config import Config
 from gkd.config.compose import compose
+from gkd.config.loading import dump_yaml
 from gkd.errors import ConfigError
 from gkd.planning.advice import splits as advice
 from gkd.planning.advice.splits import best_splits, faster_split
@@ -171,7 +171,7 @@ RUN = ("+recipe=on_policy_distill", "model.size=1.5b", "teacher.model.size=7b", 
 def written(directory: Path, update: float) -> Config:
     """A run whose sampling took 10 s a step, its scoring little more, and its update so long."""
     config = compose([*DATA, *RUN])
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
+    (directory / "config.yaml").write_text(dump_yaml(config))
     row = {"timing_s/generate": 10.0, "timing_s/score": 0.5, "timing_s/update": update, "timing_s/sync": 0.1,
            "response/length_mean": 100.0, "response/length_max": 250.0}  # fmt: skip
     lines = [json.dumps({"step": step, **row}) for step in (1, 2, 3)]

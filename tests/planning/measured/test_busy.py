@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from gkd.cluster.workers.activity import ActivitySpan
 from gkd.cluster.workers.reports import WorkerReport
+from gkd.config.loading import dump_yaml
 from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.planning.measured.busy import MOST_PACES, busy_by_step, busy_seconds, paces_of
@@ -103,7 +103,7 @@ def test_the_simulation_of_a_run_has_its_stages_own_times(tmp_path: Path) -> Non
     overrides = ("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "schedule.streaming=false",
                  "rollout.n_gpus_per_node=2")  # fmt: skip
     layout = layout_of(*overrides)
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    (tmp_path / "config.yaml").write_text(dump_yaml(layout.config))
     row = {"response/length_mean": 100.0, "response/length_max": 100.0, "timing_s/generate": 12.0,
            "timing_s/score": 0.0, "timing_s/update": 8.0, "timing_s/sync": 0.5}  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in (1, 2, 3)))

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from gkd.cluster.workers.activity import ActivitySpan
 from gkd.cluster.workers.reports import WorkerReport
+from gkd.config.loading import dump_yaml
 from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.planning.advice.report import plan
@@ -38,7 +38,7 @@ AT_0 = DriverTimes(start_s=1.0, record_s=2.0, deliver_s=0.5, prepare_s=1.5, call
 
 def write_run(folder: Path, layout: Layout, *rows: dict[str, float]) -> None:
     """Write settings and metrics of a run of ``layout``."""
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    (folder / "config.yaml").write_text(dump_yaml(layout.config))
     lines = (json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1))
     (folder / "metrics.jsonl").write_text("".join(lines))
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
+from gkd.config.loading import dump_yaml
 from gkd.planning.advice.splits import best_splits
 from gkd.planning.measured.factors import factors_of
 from gkd.planning.memory.colocation import all_memory
@@ -268,7 +268,7 @@ def test_on_shared_cores_a_runs_timings_give_its_step(tmp_path: Path) -> None:
     """What was measured of sampling has the scoring in it that went on beside it."""
     recipe = ("+recipe=on_policy_distill", "schedule.streaming=false")
     layout = layout_of(*recipe, on_cpu=True)
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(layout.config.model_dump())))
+    (tmp_path / "config.yaml").write_text(dump_yaml(layout.config))
     row = {"timing_s/generate": 0.2, "timing_s/score": 0.1, "timing_s/update": 0.15, "timing_s/sync": 0.05}
     lines = [json.dumps({"step": step, "response/length_mean": 9.0, **row}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
