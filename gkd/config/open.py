@@ -123,7 +123,7 @@ def find_changed_settings(section: Settings) -> dict[str, Any]:
     """Return settings of a section, its class' own among them, that are neither null nor as they are by default."""
     fields = dict(type(section).model_fields)
     if isinstance(section, OpenSettings):
-        fields |= settings_class(section.selected_class).model_fields
+        fields |= getattr(settings_class(section.selected_class), "model_fields", {})
     values = {name: getattr(section, name, field.default) for name, field in fields.items()}
     return {name: value for name, value in values.items() if value not in (fields[name].default, None)}
 

@@ -445,6 +445,19 @@ def test_methods_may_take_what_they_are_called_with_in_any_way(tmp_path: Path) -
         assert kind.needs_batch == (name == "Batch")
 
 
+def test_a_class_may_state_that_it_takes_no_settings(tmp_path: Path) -> None:
+    """Not even those of the class that it extends."""
+    file = tmp_path / "bare.py"
+    file.write_text(
+        "from gkd.algorithms.advantages import AdvantageEstimator\n"
+        "class Bare(AdvantageEstimator):\n  Config = None\n  def compute_advantages(self, rewards): return rewards\n"
+    )
+    own = f"algorithm.advantage.name={file}:Bare"
+    assert compose(["+recipe=grpo", own]).algorithm.advantage.class_settings() is None
+    with pytest.raises(ConfigError, match=r"^unknown .*algorithm\.advantage\.scale"):
+        compose(["+recipe=grpo", own, "algorithm.advantage.scale=2"])
+
+
 def test_settings_of_classes_that_are_not_named_are_warned_of() -> None:
     own = {"reward": {"functions": ["format"], "length": {"target_length": 3}}, "trainer": {"wandb": {"project": "x"}}}
     config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **own})
