@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Collection, Mapping
 from enum import Enum
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
@@ -107,6 +108,12 @@ class Settings(BaseModel):
             return values
         fields = cls.model_fields
         return {name: _convert(value, fields[name]) if name in fields else value for name, value in values.items()}
+
+    def read_setting(self, name: str) -> tuple[Any, Any]:
+        """Return the value of a setting, by its dotted name, and its default."""
+        *above, last = name.split(".")
+        section = reduce(getattr, above, self)
+        return getattr(section, last), type(section).model_fields[last].default
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return it with settings, by dotted names, replaced. Values are not checked again."""

@@ -259,18 +259,9 @@ def _own_answers_can_be_learned_from(config: Config) -> None:
 def _supervised_training_samples_nothing(config: Config) -> None:
     if not config.algorithm.is_supervised:
         return
-    rollout, schedule = config.rollout, config.schedule
-    settings = {
-        "rollout.n": (rollout.n, 1),
-        "rollout.temperature": (rollout.temperature, 1.0),
-        "rollout.top_p": (rollout.top_p, 1.0),
-        "rollout.top_k": (rollout.top_k, None),
-        "rollout.min_p": (rollout.min_p, 0.0),
-        "rollout.presence_penalty": (rollout.presence_penalty, 0.0),
-        "rollout.horizon.start": (rollout.horizon.start, None),
-        "schedule.max_staleness": (schedule.max_staleness, 0),
-    }
-    for name, (value, only) in settings.items():
+    names = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "horizon.start")
+    for name in (*(f"rollout.{own}" for own in names), "schedule.max_staleness"):
+        value, only = config.read_setting(name)
         if value != only:
             only_value = "null" if only is None else f"{only:g}"
             raise ValueError(

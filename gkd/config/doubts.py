@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from operator import ne
 from typing import NamedTuple
 
 from gkd.config.base import GROUP_OF, Pool
@@ -69,21 +70,22 @@ def _idle_pools(config: Config) -> Iterator[str]:
 
 def _idle_settings(config: Config) -> Iterator[str]:
     """Yield a warning for each setting that is not as by default and has no effect beside the others."""
-    algorithm, schedule = config.algorithm, config.schedule
-    sampling = algorithm.importance_sampling
-    conditions = [
-        ("algorithm.overlong", algorithm.overlong, "buffer", algorithm.overlong.action == "penalty", "action=penalty"),
-        ("algorithm.kl", algorithm.kl, "estimator", algorithm.kl.coef > 0, "coef above 0"),
-        ("algorithm.loss", algorithm.loss, "tail", algorithm.loss.top_k is not None, "top_k, a number"),
-        ("algorithm.importance_sampling", sampling, "cap", sampling.level is not None, "level=token or sequence"),
-        ("algorithm.importance_sampling", sampling, "mask", sampling.level is not None, "level=token or sequence"),
-        ("rollout.horizon", config.rollout.horizon, "steps", config.rollout.horizon.start is not None, "start"),
-        ("schedule", schedule, "recompute_cache", schedule.in_flight, "in_flight=true"),
-    ]
-    for section, settings, name, has_effect, needed in conditions:
-        value, default = getattr(settings, name), type(settings).model_fields[name].default
+    algorithm = config.algorithm
+    samples_are_weighed = algorithm.importance_sampling.level is not None
+    conditions = {
+        "algorithm.overlong.buffer": (algorithm.overlong.action == "penalty", "action=penalty"),
+        "algorithm.kl.estimator": (algorithm.kl.coef > 0, "coef above 0"),
+        "algorithm.loss.tail": (algorithm.loss.top_k is not None, "top_k, a number"),
+        "algorithm.importance_sampling.cap": (samples_are_weighed, "level=token or sequence"),
+        "algorithm.importance_sampling.mask": (samples_are_weighed, "level=token or sequence"),
+        "rollout.horizon.steps": (config.rollout.horizon.start is not None, "start"),
+        "schedule.recompute_cache": (config.schedule.in_flight, "in_flight=true"),
+    }
+    for setting, (has_effect, needed) in conditions.items():
+        value, default = config.read_setting(setting)
         if value != default and not has_effect:
-            yield f"{section}.{name}={str(value).lower()} changes nothing without {section}.{needed}"
+            section = setting.rpartition(".")[0]
+            yield f"{setting}={str(value).lower()} changes nothing without {section}.{needed}"
     yield from idle_sections({"reward": config.reward, "trainer": config.trainer})
     if (path := config.reward_model.model.path) is not None and not config.has_reward_model_group:
         yield f"reward_model.model.path={path} changes nothing without reward.functions=[reward_model]"
@@ -158,8 +160,7 @@ def _truncation(config: Config) -> str | None:
     The actor without its adapter, a reference as well, leaves out what the student does.
     """
     rollout = config.rollout
-    settings = {"top_p": rollout.top_p < 1.0, "top_k": rollout.top_k is not None, "min_p": rollout.min_p > 0.0}
-    setting = next((name for name, is_set in settings.items() if is_set), None)
+    setting = next((name for name in ("top_p", "top_k", "min_p") if ne(*rollout.read_setting(name))), None)
     if setting is None or not config.has_reference_group:
         return None
     return (
