@@ -10,7 +10,6 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from gkd.config import Lora
-from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.classifier import Classifier
@@ -18,23 +17,24 @@ from gkd.inference.engine import EngineSpec
 from gkd.inference.requests import ScoreRequest
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.planning.advice.advise import advise
-from gkd.planning.layout import Layout, cpu_hardware, gpu_hardware, models_of
+from gkd.planning.layout import cpu_hardware
 from gkd.planning.memory.actor import adapter_weights
-from gkd.planning.memory.colocation import all_memory, needs_offload, with_micro_batch
+from gkd.planning.memory.colocation import all_memory, memory_of, needs_offload, with_micro_batch
+from gkd.planning.memory.pools import GroupMemory
+from tests.planning.layouts import layout_of
 from tests.planning.tensor_bytes import TensorBytes
 
-FILES = ["data.train_files=[a]", "data.val_files=[b]", "data.answer_key=c", "plan.gpu_type=h100-80gb"]
+GRPO = ("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h100-80gb")
 
 
-def planned(*overrides: str) -> dict[str, object]:
-    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *overrides])
-    return {group.group: group for group in all_memory(Layout(config, models_of(config), gpu_hardware(config.plan)))}
+def planned(*overrides: str, on_cpu: bool = False) -> dict[str, GroupMemory]:
+    return {group.group: group for group in all_memory(layout_of(*GRPO, *overrides, on_cpu=on_cpu))}
 
 
 def test_a_group_has_what_those_on_its_gpu_leave() -> None:
     alone, shared = planned(), planned("rollout.colocate_with=actor", "rollout.gpu_memory_utilization=0.3")
     assert alone["actor"].available == alone["rollout"].available
-    whole = gpu_hardware(compose(["plan.gpu_type=h100-80gb"]).plan).memory
+    whole = layout_of(*GRPO).hardware.memory
     assert shared["actor"].available == pytest.approx(whole - shared["rollout"].total)
     assert shared["rollout"].available == pytest.approx(whole - shared["actor"].total)
     assert shared["actor"].margin == pytest.approx(shared["rollout"].margin)  # they fit together or not
@@ -53,7 +53,7 @@ def test_what_is_in_the_hosts_memory_is_not_on_the_gpu() -> None:
 
 def test_weights_under_adapters_are_bfloat16_and_four_bit_ones_a_quarter_of_that() -> None:
     plain, packed = planned("actor.lora.r=8")["actor"], planned("actor.lora.r=8", "actor.lora.quantize=nf4")["actor"]
-    shape = models_of(compose(["+recipe=grpo", "model.size=1.5b", *FILES])).student
+    shape = layout_of(*GRPO).models.student
     linear = sum(kind.count * w.size for kind in shape.layers for w in kind.weights if w.linear)
     assert plain.items["weights"] - packed.items["weights"] == pytest.approx((2 - 0.516) * linear, rel=1e-3)
     trained = planned()["actor"].items["weights"]  # in float32, adapters or not
@@ -74,11 +74,10 @@ def test_a_reward_model_is_near_the_measured_peak(
              f"reward_model.max_num_seqs={n}", f"reward_model.max_model_len={length}")  # fmt: skip
     numbers = sum(p.numel() for name, p in model.named_parameters() if "score" not in name)
     assert planned(*settings)["reward_model"].items["weights"] == 2 * numbers  # bfloat16
-    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *settings])
-    on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
-    items = next(group.items for group in on_cpu if group.group == "reward_model")
+    items = planned(*settings, on_cpu=True)["reward_model"].items
     info = ModelInfo.read(str(tmp_path), "reward_model.model.path")
-    engine = Classifier(EngineSpec("reward_model", str(tmp_path), info, config.reward_model, "cpu", "float32"))
+    own = layout_of(*GRPO, *settings).config.reward_model
+    engine = Classifier(EngineSpec("reward_model", str(tmp_path), info, own, "cpu", "float32"))
     with TensorBytes() as measured:
         measured.count(engine.model.parameters())
         engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])
@@ -97,14 +96,13 @@ def test_a_teacher_in_torch_is_near_the_measured_peak(
         num_key_value_heads=2, vocab_size=vocabulary,
     ))  # fmt: skip
     model.save_pretrained(tmp_path)
-    settings = (f"teacher.model.path={tmp_path}", "teacher.engine=torch", f"teacher.max_num_seqs={n}",
-        f"algorithm.loss.top_k={k}", f"data.val_top_k={k}", "data.max_prompt_length=64",
-        "rollout.max_response_length=64")  # fmt: skip
-    config = compose(["+recipe=on_policy_distill", "model.size=0.5b", *FILES, *settings])
-    on_cpu = all_memory(Layout(config, models_of(config), cpu_hardware(config.plan)))
-    items = next(group.items for group in on_cpu if group.group == "teacher")
+    settings = ("+recipe=on_policy_distill", "model.size=0.5b", f"teacher.model.path={tmp_path}",
+        "teacher.engine=torch", f"teacher.max_num_seqs={n}", f"algorithm.loss.top_k={k}", f"data.val_top_k={k}",
+        "data.max_prompt_length=64", "rollout.max_response_length=64")  # fmt: skip
+    layout = layout_of(*settings, on_cpu=True)
+    items = memory_of(layout, "teacher").items
     info = ModelInfo.read(str(tmp_path), "teacher.model.path")
-    engine = TorchScorer(EngineSpec("teacher", str(tmp_path), info, config.teacher, "cpu", "float32"))
+    engine = TorchScorer(EngineSpec("teacher", str(tmp_path), info, layout.config.teacher, "cpu", "float32"))
     with TensorBytes() as measured:
         measured.count(engine.model.parameters())
         for i in range(n):
@@ -126,7 +124,7 @@ def test_groups_on_one_gpu_are_offloaded_where_they_do_not_fit_side_by_side() ->
     assert offloaded["actor"].fits
     assert offloaded["rollout"].fits
     assert planned(*ONE_GPU) == offloaded  # auto
-    whole = gpu_hardware(compose(["plan.gpu_type=h100-80gb"]).plan).memory
+    whole = layout_of(*GRPO).hardware.memory
     assert offloaded["actor"].available == whole - offloaded["rollout"].items["context, CUDA graphs"]
     assert offloaded["rollout"].available == whole - offloaded["actor"].items["context, collectives"]
     smaller = (*ONE_GPU, "model.size=0.5b", "actor.max_tokens_per_micro_batch=2048")
@@ -145,8 +143,7 @@ def test_weight_sync_is_planned_where_it_is_the_worst_moment() -> None:
 
 
 def test_offloading_is_advised_where_it_is_ruled_out() -> None:
-    config = compose(["+recipe=grpo", "model.size=1.5b", *FILES, *ONE_GPU, "cluster.offload=false"])
-    advice = list(advise(Layout(config, models_of(config), gpu_hardware(config.plan)), "actor"))
+    advice = list(advise(layout_of(*GRPO, *ONE_GPU, "cluster.offload=false"), "actor"))
     assert "cluster.offload=true" in advice[0].overrides()
 
 
@@ -175,23 +172,22 @@ def test_offloading_that_is_impossible(override: str, message: str) -> None:
 )
 def test_a_gpu_with_room_has_larger_micro_batches(overrides: tuple[str, ...], tokens: int | None) -> None:
     """A fifth is left free with them, and nothing is offloaded for them."""
-    config = compose(["+recipe=grpo", *FILES, "plan.gpu_type=h100-80gb", *overrides])
-    layout = Layout(config, models_of(config), gpu_hardware(config.plan))
+    layout = layout_of("+recipe=grpo", "plan.gpu_type=h100-80gb", *overrides)
     decided = with_micro_batch(layout)
     assert decided.actor.max_tokens_per_micro_batch == tokens
     assert decided.actor.micro_batch_tokens == tokens or (tokens is None and decided.actor.micro_batch_tokens == 8192)
     then = dataclasses.replace(layout, config=decided)
     if tokens == 16384:
-        (memory,) = (group for group in all_memory(then) if group.group == "actor")
+        memory = memory_of(then, "actor")
         assert memory.margin >= 0.2 * memory.available
     assert needs_offload(then) == needs_offload(layout)
-    on_cpu = dataclasses.replace(layout, hardware=cpu_hardware(config.plan))
-    assert with_micro_batch(on_cpu) is config
+    on_cpu = dataclasses.replace(layout, hardware=cpu_hardware(layout.config.plan))
+    assert with_micro_batch(on_cpu) is layout.config
 
 
 def test_room_is_also_for_copies_and_for_larger_blocks_of_the_loss() -> None:
     tight, roomy = (planned("model.size=0.5b", f"actor.max_tokens_per_micro_batch={n}")["actor"] for n in (8192, 8193))
-    shape = models_of(compose(["+recipe=grpo", "model.size=0.5b", *FILES])).student
+    shape = layout_of(*GRPO, "model.size=0.5b").models.student
     assert roomy.items["gathered weights"] == 2 * shape.n_parameters
     assert tight.items["gathered weights"] < roomy.items["gathered weights"]
     assert roomy.items["logits"] > 2 * tight.items["logits"]
