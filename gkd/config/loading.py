@@ -203,6 +203,8 @@ def _error(error: ValidationError) -> ConfigError:
     if first["type"] == OWN:
         return _own_error(key, first["ctx"])
     message = _lower_first(str(first["msg"]).removeprefix("Value error, "))
+    if first["type"] == "model_type":  # which names the class
+        message = f"{key} is a section of settings, not one"
     begin = re.match(r"\w+(\.\w+)*", message)
     if begin is not None and f"{key}.{begin[0]}" in settings():  # a section's own check begins with what is wrong in it
         return ConfigError(f"{key}.{message}")
