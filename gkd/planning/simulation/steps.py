@@ -29,6 +29,7 @@ from gkd.planning.simulation.stages import (
     prefill_s,
     score_one_s,
     stages_of,
+    sync_s,
     update_s,
 )
 from gkd.planning.transfer import transfer_of
@@ -71,7 +72,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         updating=TrainingGroup(
             accumulate_s=update_s(layout, world, trainer.nnodes) * factors.update - adam,
             apply_s=adam,
-            sync_s=stages_of(layout).sync * factors.sync,
+            sync_s=sync_s(layout, world, trainer.nnodes) * factors.sync,
             chunk_tokens=chunk,
             unit=scale.n if config.algorithm.policy_weight else 1,
         ),
