@@ -129,3 +129,17 @@ def test_a_runs_own_questions_are_asked_unless_others_are_named(
     assert {name: (its.limit, its.samples) for name, its in config.evaluate.sets.items()} == sets
     # As false excludes a system prompt, which may be laid over a set.
     assert all(its.apply_chat_template is None for its in config.evaluate.sets.values())
+
+
+def test_a_run_is_measured_where_its_teacher_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another machine than that of a large teacher: nothing of it is measured."""
+    save_model(tmp_path / "m")
+    (tmp_path / "config.yaml").write_text(
+        f"recipe: on_policy_distill\nmodel.path: {tmp_path}/m\nteacher.model.path: {tmp_path}/gone\n"
+        "data: {train_files: [a.jsonl], val_files: [b.jsonl]}\n"
+    )
+    monkeypatch.setattr(
+        "gkd.driver.checkpoints.run_models.models_of_run", lambda *_: RunModels(str(tmp_path / "m"), ())
+    )
+    config, _ = _compose_for_run(str(tmp_path), [])
+    assert [its.files for its in config.evaluate.sets.values()] == [["b.jsonl"]]

@@ -11,6 +11,7 @@ import pytest
 from gkd.cli.evaluate import compose_evaluation
 from gkd.config import Config, load
 from gkd.config.overrides import overrides_of
+from gkd.data.task import TaskInputs
 from gkd.driver.checkpoints import run_models
 from gkd.driver.checkpoints.run_models import RunModels
 from gkd.errors import ConfigError
@@ -65,7 +66,7 @@ def test_an_evaluation_of_a_run_rates_as_the_run_does(tmp_path: Path, monkeypatc
     )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setattr(run_models, "find_files", lambda *_: ("", {}, [], ["x.jsonl"]))
+    monkeypatch.setattr(run_models, "find_files", lambda *_: TaskInputs("", None, [], ["x.jsonl"]))
     settings = run_models.settings_of(config, RunModels("base", ()), tmp_path, True)
     again = compose_evaluation(overrides_of({"models.student": "m", **settings}))
     assert again.evaluate.sets["own"].rewards == [f"{tmp_path}/mine.py:own", "format"]

@@ -51,7 +51,7 @@ def models_of_run(run: Path, config: Config) -> RunModels:
     checkpoints = {saved.state.step: saved for saved in reversed(intact)}
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    base = next((saved.model for saved in intact), None) or find_files(config, log.info)[0]
+    base = next((saved.model for saved in intact), None) or find_files(config, log.info).student
     base = check_causal_lm(base, "the model that was trained")
     _require_base(intact, base)
     its = fingerprint(base)
@@ -165,7 +165,7 @@ def settings_of(config: Config, models: RunModels, run: Path, with_sets: bool) -
         data = config.data
         shared = {name: getattr(data, name) for name in PROMPT_SETTINGS if getattr(data, name) is not None}
         functions = config.reward.functions_scored_by(None) if config.algorithm.policy_weight else []
-        files = find_files(config, log.debug)[3]
+        files = find_files(config, log.debug).val_files
         sets["val"] = {**shared, "files": files, "limit": data.val_limit, "rewards": functions}
         for name, val_set in data.val_sets.items():
             sets[name] = val_set.model_dump(exclude_defaults=True, exclude={"every"})

@@ -19,7 +19,7 @@ from gkd.data.model_info import ModelInfo, fingerprint_weights
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
-from gkd.data.task import make_inputs, require_teacher
+from gkd.data.task import TaskInputs, make_inputs, require_teacher
 from gkd.data.templates import warn_of_raw_text
 from gkd.data.tokenizer import (
     check_causal_lm,
@@ -83,9 +83,8 @@ class Inputs:
 def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_known(config)
-    student, scorers, train, val = find_files(config, report)
-    if config.has_reference_group:
-        scorers["reference"] = find_reference(config, student)
+    found = find_files(config, report)
+    student, scorers = find_models(config, found)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers)
@@ -95,7 +94,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     if config.algorithm.needs_teacher:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
-    files = {"train": train, "val": val}
+    files = {"train": found.train_files, "val": found.val_files}
     prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
     val_sets = read_val_sets(config, tokenizer, models["student"].n_tokens, longest, report)
     # A set may go through the chat template where the prompts of training do not: its answers end as turns do.
@@ -284,23 +283,33 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
         require_vllm_runs(path, model_setting(name), REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
 
 
-def find_files(config: Config, report: Callable[[str], None]) -> tuple[str, dict[str, str], list[str], list[str]]:
-    """Return directory of the student, those of the models that score by group, training and validation files."""
-    if config.uses_task:
-        made = make_inputs(config, report)
-        require_teacher(config, made.teacher is not None)
-        scorers = {} if made.teacher is None else {"teacher": made.teacher}
-        return made.student, scorers, made.train_files, made.val_files
-    assert config.model.path is not None
-    student = check_student(config.model.path, "model.path")
+def find_files(config: Config, report: Callable[[str], None]) -> TaskInputs:
+    """Return the models and files of data that settings name, or that the task makes."""
+    if not config.uses_task:
+        assert config.model.path is not None
+        return TaskInputs(config.model.path, config.teacher.model.path, config.data.train_files, config.data.val_files)
+    made = make_inputs(config, report)
+    require_teacher(config, made.teacher is not None)
+    return made
+
+
+def find_models(config: Config, found: TaskInputs) -> tuple[str, dict[str, str]]:
+    """Return directories of the student and, by name, of teachers and reference: the student's, where none is named.
+
+    Raises ConfigError for a model that cannot be used, and one whose tokens are not the student's.
+    """
+    student = check_student(found.student, "model.path")
+    named = {"teacher": found.teacher, **{f"teacher:{name}": path for name, path in config.teacher.models.items()}}
+    if config.has_reference_group:
+        named["reference"] = config.reference.model.path
     scorers = {}
-    if config.teacher.model.path is not None:
-        scorers["teacher"] = check_causal_lm(config.teacher.model.path, "teacher.model.path")
-    for name, path in config.teacher.models.items():
-        scorers[f"teacher:{name}"] = check_causal_lm(path, f"teacher.models.{name}")
-    for teacher in scorers.values():
-        check_same_tokenizer(student, teacher)
-    return student, scorers, config.data.train_files, config.data.val_files
+    for name, path in named.items():
+        if path is not None:
+            scorers[name] = check_causal_lm(path, model_setting(name))
+            check_same_tokenizer(student, scorers[name], model_setting(name))
+    if config.has_reference_group:
+        scorers.setdefault("reference", student)
+    return student, scorers
 
 
 def require_files(config: Config) -> None:
@@ -315,9 +324,7 @@ def require_files(config: Config) -> None:
     for file in files:
         next(read_rows(file))
     if not config.uses_task:
-        student = find_files(config, log.info)[0]
-        if config.has_reference_group:
-            find_reference(config, student)
+        find_models(config, find_files(config, log.info))
     if config.has_reward_model_group and config.reward_model.model.path is not None:
         check_reward_model(config.reward_model.model.path, "reward_model.model.path")
 
@@ -367,15 +374,6 @@ def _require_columns(config: Config, prompts: Mapping[str, PromptSet]) -> None:
             for prompt, (setting, column) in itertools.product(loaded.prompts, columns.items()):
                 place = f"reward.functions={name}: row {prompt.id + 1} of data.{data}_files"
                 Row(dict(prompt.columns), place).get(column, setting)
-
-
-def find_reference(config: Config, student: str) -> str:
-    """Return directory of the reference: the student's, where the user names none."""
-    if config.reference.model.path is None:
-        return student
-    path = check_causal_lm(config.reference.model.path, "reference.model.path")
-    check_same_tokenizer(student, path, "reference.model.path")
-    return path
 
 
 def max_length(config: Config, models: dict[str, ModelInfo]) -> int:

@@ -23,7 +23,7 @@ from gkd.data.rendering import drop_long
 from gkd.data.tokenizer import load_tokenizer
 from gkd.driver.inputs.find import (
     find_files,
-    find_reference,
+    find_models,
     max_length,
     needs_columns,
     read_models,
@@ -115,14 +115,13 @@ def preview(config: Config, report: Callable[[str], None]) -> Preview:
 
     Raises ConfigError as the run would for what cannot be shown.
     """
-    student, scorers, train, val = find_files(config, report)
-    if config.has_reference_group:
-        scorers["reference"] = find_reference(config, student)
+    found = find_files(config, report)
+    student, scorers = find_models(config, found)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     most = max_length(config, models)
     longest = most - config.rollout.max_response_length
-    names: dict[Use, list[str]] = {"train": train, "val": val}
+    names: dict[Use, list[str]] = {"train": found.train_files, "val": found.val_files}
     limits: dict[Use, int | None] = {"train": None, "val": config.data.val_limit}
     reads = {use: _read(config, names[use], tokenizer, longest, limits[use]) for use in names}
     every = {str(use): PromptSet(read.prompts, read.too_long.total()) for use, read in reads.items()}

@@ -209,6 +209,20 @@ def test_models_that_a_run_goes_on_with_are_known_by_their_weights(models: Path,
     assert scored["reference.model.path"] == scored["model.path"] != scored["reward_model.model.path"]
 
 
+def test_a_teacher_with_other_tokens_is_named_by_its_own_setting(models: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "other", tokenizer=word_tokenizer(words=("<unk>", "<eos>", "z")))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "teacher": "math"}\n')
+    files = [str(tmp_path / "rows.jsonl")]
+    tree = {
+        "model": {"path": str(models / "base")},
+        "teacher": {"models": {"math": str(tmp_path / "other")}},
+        "rollout": {"engine": "hf"},
+        "data": {"train_files": files, "val_files": files, "teacher_key": "teacher"},
+    }
+    with pytest.raises(ConfigError, match=r"teacher\.models\.math=.*/other"):
+        find_inputs(load(tree), lambda line: None)
+
+
 @pytest.mark.parametrize(("asks", "message"), [("a", None), ("a d", r"row 1 of data\.train_files .*'d' \(8\)")])
 def test_a_tokenizer_may_have_more_tokens_than_a_model_has_rows_if_no_prompt_has_them(
     models: Path, tmp_path: Path, asks: str, message: str | None
