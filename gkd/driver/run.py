@@ -31,7 +31,7 @@ from gkd.driver.checkpoints.saving import Checkpoints, require_place
 from gkd.driver.inputs.find import Inputs, with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.loop.train import train
-from gkd.driver.startup import System, start, with_transfer
+from gkd.driver.startup import start, with_transfer
 from gkd.driver.validation.best import BestModel
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.driver.validation.final_scores import SetScores, write_scores
@@ -48,6 +48,7 @@ from gkd.observability.tracking import MetricsLog, OnStep, Trackers
 from gkd.planning.advice.advise import plan_sizes, require_memory, requires_offload, settings_with_offload
 from gkd.planning.advice.splits import faster_split
 from gkd.planning.layout import models_of
+from gkd.scoring.client import ScoringClient
 from gkd.version import __version__
 
 log = logging.getLogger("gkd")
@@ -113,12 +114,13 @@ def _drive(
         Trackers(config, output, _find_first_step(saved), saved is None and not restarts()) as trackers,
     ):
         progress.show_status("loading models")
-        system = start(config, inputs, placement)
-        system.parts.rollout.queue_file = QueueFile(output / ENGINES)
+        parts = start(config, inputs, placement)
+        teachers = parts.validation.teachers
+        parts.rollout.queue_file = QueueFile(output / ENGINES)
         external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
         fingerprints = {**inputs.fingerprints(config), DAY: stated_day().isoformat()}
         if external:
-            fingerprints |= _fingerprint_served(system, saved)
+            fingerprints |= _fingerprint_served(teachers["teacher"], saved)
         require_place(directory)  # models took minutes to load
         first = 0 if saved is None else _forget_after(saved, output)
         with MetricsLog(output / METRICS, trackers, events, on_step) as metrics, JsonLines(output / SAMPLES) as sampled:
@@ -131,7 +133,7 @@ def _drive(
             run_log = RunLog(metrics, samples, progress, checkpoints, timeline, best, stop)
             n_val = sum(prompt.answer is not None for prompt in inputs.val.prompts)
             try:
-                summary = _train_and_save(config, system.parts, run_log, saved, output, n_val)
+                summary = _train_and_save(config, parts, run_log, saved, output, n_val)
                 events.finish(summary.steps)
             finally:
                 timeline.write()
@@ -140,17 +142,16 @@ def _drive(
             if stop.reason is not None and summary.steps < config.trainer.total_steps:
                 progress.print_line(f"stopped early after step {summary.steps}: {stop.reason}")
                 note("stop", stop.reason, step=summary.steps)
-        for client in system.teachers.values():
+        for client in teachers.values():
             client.close()
     return summary, checkpoints, best
 
 
-def _fingerprint_served(system: System, saved: SavedCheckpoint | None) -> dict[str, str]:
+def _fingerprint_served(client: ScoringClient, saved: SavedCheckpoint | None) -> dict[str, str]:
     """Return what a served teacher is known by, and have it noted where it goes and comes back.
 
     Raises ConfigError where the checkpoint was made with another one.
     """
-    client = system.teachers["teacher"]
     client.on_change = _note_server
     served = {"teacher.server_ip": client.weights}
     if saved is not None:
@@ -206,7 +207,7 @@ def _train_and_save(
         if place != output:
             raise RunFailed(f"{output} is not there any more: the trained student is in {place / 'model'}")
         log.metrics.require_written()
-        write_scores([SetScores("val", 1, parts.validation.scores), *parts.val_sets.last_scores()], output)
+        write_scores([SetScores("val", 1, parts.validation.scores), *parts.val_sets.last_scores.values()], output)
         wall_s = state.wall_s + time.monotonic() - log.checkpoints.started
         summary = report.Summary(state.before, end.validated, state.teacher, end.step, wall_s, n_val)
         report.write(summary, output)

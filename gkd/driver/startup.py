@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from gkd.actor.group import ActorGroup
@@ -32,15 +31,7 @@ ANNOUNCE_S = 60.0
 """How often a line states which workers models are still loaded for."""
 
 
-@dataclass(frozen=True, slots=True)
-class System:
-    """Running parts, and the clients of the teachers, by name; none where none is needed."""
-
-    parts: Parts
-    teachers: dict[str, ScoringClient]
-
-
-def start(config: Config, inputs: Inputs, placement: Placement) -> System:
+def start(config: Config, inputs: Inputs, placement: Placement) -> Parts:
     """Build every worker, load every model, connect rollout to teacher and reference.
 
     ``config`` is what :func:`with_transfer` returned.
@@ -88,11 +79,10 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> System:
     val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
-    parts = Parts(
+    return Parts(
         stream, rollout_group, actor, sync, validation, val_sets, n_gpus, inputs.model,
         groups["actor"].reports[0].device, answers=answers,
     )  # fmt: skip
-    return System(parts, teachers)
 
 
 def _build_workers(

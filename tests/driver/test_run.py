@@ -206,13 +206,13 @@ def test_a_run_that_has_no_step_left_is_validated_as_its_results_were_lost(
 
 def test_a_run_goes_on_with_the_served_teacher_that_it_had(tmp_path: Path) -> None:
     """Whose weights no file of the run's tells; an earlier checkpoint states none."""
-    system: Any = SimpleNamespace(teachers={"teacher": SimpleNamespace(weights="1", on_change=None)})
+    client: Any = SimpleNamespace(weights="1", on_change=None)
     data = {"train": "0"}
     saved = SavedCheckpoint(tmp_path / "step_5", "end", STATE, {}, "", "float32", data, {})
-    assert _fingerprint_served(system, None) == _fingerprint_served(system, saved) == {"teacher.server_ip": "1"}
+    assert _fingerprint_served(client, None) == _fingerprint_served(client, saved) == {"teacher.server_ip": "1"}
     data["teacher.server_ip"] = "2"
     with pytest.raises(ConfigError, match=r"teacher\.server_ip .*/step_5\b"):
-        _fingerprint_served(system, saved)
+        _fingerprint_served(client, saved)
 
 
 def test_the_first_validation_of_a_run_that_goes_on_is_held_against_the_one_before_training(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_run_is_finished_or_leaves_a_checkpoint(
     parts: Any = SimpleNamespace(
         actor=SimpleNamespace(save=do("save")),
         validation=SimpleNamespace(scores={}),
-        val_sets=SimpleNamespace(last_scores=list),
+        val_sets=SimpleNamespace(last_scores={}),
     )
     calls = {"settle": do("settle", tmp_path), "wait": do("wait"), "rescue": do("rescue")}
     metrics = SimpleNamespace(require_written=do("require_written"))

@@ -35,10 +35,8 @@ class ValSets:
     sets: Sequence[Questions]
     tokenizer: Any
     rollout: RolloutGroup
-    scores: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Of each set the last scores, by question."""
-    groups: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Of each set the means of these by difficulty (:func:`group_by_difficulty`)."""
+    last_scores: dict[str, SetScores] = field(default_factory=dict)
+    """By set."""
 
     def run(self, sets: Sequence[Questions]) -> dict[str, float]:
         """Measure it on some of the sets."""
@@ -64,20 +62,13 @@ class ValSets:
         sampling = sampling_of(self.config.rollout, questions.settings)
         return [SampleRequest(q.prompt, i, seed_in_set(SEED, q.key, i), sampling) for q, i in _jobs(questions)]
 
-    def last_scores(self) -> list[SetScores]:
-        """Return the last scores of each set."""
-        settings = self.config.data.val_sets
-        return [
-            SetScores(name, settings[name].samples, scores, self.groups[name]) for name, scores in self.scores.items()
-        ]
-
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         fetched = zip(_jobs(questions), self.rollout.fetch(samples), samples, strict=True)
         rated = [self._rated(questions, q, own.sample, sample.version) for (q, _), own, sample in fetched]
         values = score(self.config, questions, rated)
-        groups = group_by_difficulty(questions.questions, values)
-        self.scores[questions.name], self.groups[questions.name] = values, groups
-        return _metrics(questions.name, list(values.values())) | _metrics_by_difficulty(questions.name, groups)
+        groups, name = group_by_difficulty(questions.questions, values), questions.name
+        self.last_scores[name] = SetScores(name, questions.settings.samples, values, groups)
+        return _metrics(name, list(values.values())) | _metrics_by_difficulty(name, groups)
 
     def _rated(self, questions: Questions, question: Question, sample: Sample, version: int) -> RatedAnswer:
         """Return what is scored of a sample that was drawn from weights of ``version``."""

@@ -78,7 +78,7 @@ def test_scores_are_split_by_the_sets_difficulty(tmp_path: Path) -> None:
     assert {name: value for name, value in metrics.items() if "difficulty" in name} == {
         f"val/own/difficulty/{prompt}/accuracy": 0.5 for prompt in ("a", "a a")
     }
-    write_scores(sets.last_scores(), tmp_path)
+    write_scores(sets.last_scores.values(), tmp_path)
     (results,) = read_all([tmp_path])
     assert {name: (group["n"], group["scores"]["accuracy"]["value"]) for name, group in results.groups.items()} == {
         "a": (1, 0.5), "a a": (1, 0.5)
@@ -97,7 +97,7 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
         "stderr": 0.0,
     }
     assert metrics == pytest.approx({f"val/hard/{name}": value for name, value in expected.items()})
-    (last,) = sets.last_scores()
+    (last,) = sets.last_scores.values()
     assert (last.name, last.samples, [own["accuracy"] for own in last.questions.values()]) == ("hard", 2, [0.5] * 3)
     assert [(r.prompt.id, r.index) for r in engines.requests] == [(i, k) for i in range(3) for k in range(2)]
     assert {(r.sampling.temperature, r.sampling.max_tokens) for r in engines.requests} == {(0.7, 5)}
