@@ -67,17 +67,18 @@ class Checkpoints:
         self._newest = self._done = first  # steps: of the newest checkpoint; that are trained, validated and logged
         self._states: dict[int, RunState] = {}
         self._writing: RunningWrite | None = None
-        self._begun = time.monotonic()
+        self._begun = time.monotonic()  # the last checkpoint, or the run
         self._failure: str | None = None
         self._last: int | None = None  # the step that the run ends with, once that is known
         self._ending = False
 
     def train(self, state: RunState) -> None:
         """Note that the actor may hold the weights of this step from now on, whose row is not written yet."""
-        self._keep(state)
+        self._states = {step: kept for step, kept in self._states.items() if step == state.step - 1}
+        self._states[state.step] = state
         writing = self._writing
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):
-            self._complete()
+            self.wait()
 
     def save_if_due(self, actor: ActorGroup, state: RunState, last: bool = False, attend: Attend | None = None) -> None:
         """Begin a checkpoint if it is time, after a step is trained, validated and logged. A failure is a warning.
@@ -94,9 +95,9 @@ class Checkpoints:
         if trainer.save_every is not None and (state.step % trainer.save_every == 0 or last):
             if attend is not None and self._writing is not None:
                 attend_until_done(self._writing.calls, self._writing.deadline - time.monotonic(), attend)
-            self._complete()
+            self.wait()
             self._begin(actor, "step")
-        elif self._writing is None and self._minutes() >= (trainer.save_minutes or math.inf):
+        elif self._writing is None and (time.monotonic() - self._begun) / 60 >= (trainer.save_minutes or math.inf):
             self._begin(actor, "time")
 
     def settle(self) -> Path:
@@ -108,10 +109,6 @@ class Checkpoints:
             self.directory, self._place, self._newest = output / "checkpoints", DirectoryIdentity.of(output), 0
         return output
 
-    def wait(self) -> None:
-        """Return once the one under way is complete, or has failed."""
-        self._complete()
-
     def finish(self) -> None:
         """Raise RunFailed when the last step's, if it was due, could not be written."""
         if self._failure is not None:
@@ -122,14 +119,14 @@ class Checkpoints:
         self._ending = True
         try:
             if self._writing is None or is_done(self._writing.calls) or actor.is_responding():
-                self._complete()
+                self.wait()
             self.settle()
             step = actor.read_applied().step
             if step < self._done:
                 raise RunFailed("its processes were being started again")
             if step > self._newest:
                 self._start(actor, "end")
-                self._complete(warn=False)
+                self.wait(warn=False)
             elif step == 0:
                 return  # nothing was trained yet
         except Exception as error:  # what ends the run is on its way, and must not be hidden by another error
@@ -140,14 +137,6 @@ class Checkpoints:
             log.warning(text, self._newest, path, extra={"kind": "checkpoint"})
         else:
             log.warning("there is no checkpoint to go on from")
-
-    def _minutes(self) -> float:
-        """Return minutes since the last checkpoint was begun, or the run."""
-        return (time.monotonic() - self._begun) / 60
-
-    def _keep(self, state: RunState) -> None:
-        self._states = {step: kept for step, kept in self._states.items() if step == state.step - 1}
-        self._states[state.step] = state
 
     def _begin(self, actor: ActorGroup, cause: Cause) -> None:
         try:
@@ -173,7 +162,7 @@ class Checkpoints:
         deadline = time.monotonic() + self.config.trainer.save_timeout_s
         self._writing = RunningWrite(saved, actor.write_staged(str(path / RANKS)), deadline)
 
-    def _complete(self, warn: bool = True) -> None:
+    def wait(self, warn: bool = True) -> None:
         """Wait until the checkpoint under way is written, and complete it. With ``warn`` a failure is a warning."""
         writing = self._writing
         if writing is None:
