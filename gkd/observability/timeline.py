@@ -13,12 +13,12 @@ import json
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gkd.cluster.workers.activity import ActivitySpan, find_gaps
 from gkd.config.base import SCORERS
@@ -38,10 +38,11 @@ DRIVERS_WORK = ("request", "log", "log samples", "prepare")
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
 STAGES = ("generate", "score", "validate", "update", "sync")
-CAUSES = {"generate": "batch", "score": "scores", "validate": "validation", "update": "weights", "sync": "weights",
-          "driver": "driver"}  # fmt: skip
-"""What a worker waits for in a stage; an engine that is done with its part of a batch, for further ``tickets``. Scores
-are waited for by the name of whose come last: ``teacher``, ``reference``, ``reward_model`` or ``rewards``."""
+CAUSES = {"generate": ("rollout", "batch"), "validate": ("rollout", "validation"), "update": ("actor", "weights"),
+          "sync": ("actor", "weights"), "driver": ("driver", "driver")}  # fmt: skip
+"""The group that a worker waits for in a stage, and what for; an engine that is done with its part of a batch waits for
+further ``tickets``. Scores are waited for by the name of whose come last: ``teacher``, ``reference``, ``reward_model``
+or ``rewards``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +56,6 @@ class StepStages:
     end: float
     validated: float = 0.0
     """When the validation of the step before was over, where the optimizer step waited for one."""
-
-    @classmethod
-    def from_samples(
-        cls, samples: Sequence[TrainingSample], started: float
-    ) -> Callable[[float | None, float, float], Self]:
-        """Return what makes those of a step that ``samples`` were drawn for, none where the data answers, of when a
-        validation was over, it updated and done.
-
-        These times are by ``time.monotonic``; None: nothing was validated beside it.
-        """
-        ahead = time.time() - time.monotonic()
-        generated, scored = (
-            max((getattr(sample, at) for sample in samples), default=0.0) for at in ("generated_s", "scored_s")
-        )
-        return lambda validated, updated, done: cls(
-            started + ahead, generated, scored, updated + ahead, done + ahead, (validated or -ahead) + ahead
-        )
 
     def spans(self) -> list[tuple[str, float, float]]:
         """Return name, start and end of each; one that lay before the step's start, as sampled ahead, is empty."""
@@ -135,9 +119,9 @@ class Timeline:
             idle = list(_find_idle([*its, *alone], stages)) + [("driver", span.start, span.end) for span in alone]
             busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
             for stage, start, end in idle:
-                waited[_find_cause(stage, pace)] += (end - start) / length
+                group_behind, cause = (pace, pace) if stage == "score" else CAUSES[stage]
+                waited[group_behind] += (end - start) / length
                 if end - start > SHORTEST_S:
-                    cause = pace if stage == "score" else CAUSES[stage]
                     cause = "tickets" if (stage, group) == ("generate", "rollout") else cause
                     events.append(self._event(lane, f"waits-for-{cause}", start, end, step, cause=cause))
         row = {f"perf/busy/{group}": fmean(shares) for group, shares in busy.items()}
@@ -274,8 +258,3 @@ def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepSta
         if lane.rpartition(" ")[0] in SCORERS
     }
     return max(last, key=lambda group: last[group], default="")
-
-
-def _find_cause(stage: str, scorer: str) -> str:
-    causes = {"generate": "rollout", "score": scorer, "validate": "rollout", "driver": "driver"}
-    return causes.get(stage, "actor")

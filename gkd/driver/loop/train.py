@@ -65,14 +65,15 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
         state = replace(state, step=step, prompts=parts.prompts.state(), ahead=ahead, row=measured.keep_finite(row))
         log.checkpoints.train(state)
         row |= stream.update(batch, step)
-        n_tokens, stages = sum(sample.n_tokens for sample in everything), StepStages.from_samples(drawn, at.started)
+        n_tokens = sum(sample.n_tokens for sample in everything)
+        at.generated = max((sample.generated_s for sample in drawn), default=0.0)
+        at.scored = max((sample.scored_s for sample in drawn), default=0.0)
         del collected, batch, everything, drawn, stream  # their arrays leave the object store before the next ones come
         at.updated = time.monotonic()
         _push(config, parts, at, partial(_request, config, batches, ends, step))
         began = None if config.cluster.offload is True else at.done
         row |= at.timings(row.get("timing_s/update")) | throughput(n_tokens, at.done - at.started, parts.n_gpus)
-        bounds = stages(at.ready if validates else None, at.updated, at.done)
-        end_last = partial(_log, parts, log, ends, replace(state, row=row), bounds)
+        end_last = partial(_log, parts, log, ends, replace(state, row=row), at.stages(validates))
     return ends.finish(end_last())
 
 
@@ -80,7 +81,8 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
 class StepTimes:
     """When a step began and its parts ended, by ``time.monotonic``: its batch was ``sampled``, a validation beside it
     over (``ready``), the actor ``updated``, and all engines had the weights (``done``). ``drained_s``: seconds of that
-    in which the engines sampled what earlier weights were for, if they had to end it.
+    in which the engines sampled what earlier weights were for, if they had to end it. ``generated`` and ``scored``
+    (``time.time``): the last of its samples; 0 where the data answers.
     """
 
     started: float
@@ -89,18 +91,33 @@ class StepTimes:
     updated: float = 0.0
     drained_s: float | None = None
     done: float = 0.0
+    generated: float = 0.0
+    scored: float = 0.0
 
     def validation(self) -> dict[str, float]:
         """Return what the step waited for a validation."""
         return {"timing_s/validation": self.ready - self.sampled}
 
     def timings(self, computed: float | None) -> dict[str, float]:
-        """Return timing_s/* of the whole step; ``computed`` as of :func:`actors_time`."""
-        row = actors_time(self.started, self.ready, self.updated, computed)
+        """Return timing_s/* of the whole step, and overlap where the actor ``computed`` so long in several chunks.
+
+        What the actor computed of it before ``ready`` overlaps with sampling.
+        """
+        waited, updated = self.ready - self.started, self.updated - self.ready
+        overlap = min(max(0.0, (computed or 0.0) - updated), waited)
+        row = {"timing_s/wait": waited - overlap, "timing_s/update": updated + overlap}
+        if computed is not None:
+            row["timing_s/overlap"] = overlap
         if self.drained_s is not None:
             row["timing_s/drain"] = self.drained_s
         sync = self.done - self.updated - (self.drained_s or 0.0)
         return {**row, "timing_s/sync": sync, "timing_s/step": self.done - self.started}
+
+    def stages(self, validates: bool) -> StepStages:
+        """Return the stages of the step, by ``time.time``; ``validates``: a validation was beside it."""
+        ahead = time.time() - time.monotonic()
+        start, ready, updated, end = (at + ahead for at in (self.started, self.ready, self.updated, self.done))
+        return StepStages(start, self.generated, self.scored, updated, end, ready if validates else 0.0)
 
 
 def _collect(
@@ -191,17 +208,6 @@ def _log(parts: Parts, log: RunLog, ends: StepEnds, state: RunState, stages: Ste
     state = replace(state, row=measured.keep_finite(row))
     log.checkpoints.train(state)
     return ends.end(state)
-
-
-def actors_time(started: float, sampled: float, updated: float, computed: float | None) -> dict[str, float]:
-    """Return timing_s/{wait,update} of a step, and overlap where the actor ``computed`` so long in several chunks.
-
-    The batch was complete at ``sampled``, and a validation beside it over; what the actor computed of it before then
-    overlaps with sampling.
-    """
-    overlap = min(max(0.0, (computed or 0.0) - (updated - sampled)), sampled - started)
-    times = {"timing_s/wait": sampled - started - overlap, "timing_s/update": updated - sampled + overlap}
-    return times if computed is None else {**times, "timing_s/overlap": overlap}
 
 
 def throughput(n_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:

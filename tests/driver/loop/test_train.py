@@ -24,7 +24,7 @@ from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
-from gkd.driver.loop.train import actors_time, train
+from gkd.driver.loop.train import StepTimes, train
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.durable import DirectoryIdentity
 from gkd.errors import RunFailed
@@ -364,8 +364,8 @@ def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between
 def test_what_the_actor_computes_before_the_batch_is_complete_is_no_wait(
     computed: float | None, expected: dict[str, float]
 ) -> None:
-    timings = actors_time(10.0, 15.0, 17.0, computed)
-    assert timings == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
+    timings = StepTimes(10.0, ready=15.0, updated=17.0, done=18.0).timings(computed)
+    assert timings == {f"timing_s/{name}": seconds for name, seconds in {**expected, "sync": 1.0, "step": 8.0}.items()}
 
 
 def test_a_step_is_sampled_while_the_one_before_is_validated_and_logged_unless_the_engines_sleep(
@@ -390,7 +390,7 @@ def test_a_step_that_was_handed_out_while_another_was_logged_is_timed_from_then(
         now[0] += seconds
         return now[0]
 
-    monkeypatch.setattr("gkd.driver.loop.train.time", SimpleNamespace(monotonic=pass_s))
+    monkeypatch.setattr("gkd.driver.loop.train.time", SimpleNamespace(monotonic=pass_s, time=time.time))
     monkeypatch.setattr(f"{__name__}.time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_s))
     run = Played(tmp_path, logging_s=0.5)
     run.run(RunState())
