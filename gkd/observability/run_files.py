@@ -159,12 +159,10 @@ class RunFiles:
         file = self.path / ENGINES
         if not file.exists():
             return None
-        content = read_json(file, dict)
-        fault = find_fault(content, QUEUES)
-        for engine in content.get("engines", []) if fault is None else []:
-            fault = fault or find_fault(engine, QUEUE)
-        if fault:
-            raise ConfigError(f"{file} cannot be read: {fault}")
+        content = read_json(file, dict, **QUEUES)
+        for engine in content["engines"]:
+            if fault := find_fault(engine, QUEUE):
+                raise ConfigError(f"{file} cannot be read: {fault}")
         engines = [EngineQueue(**{name: engine[name] for name in QUEUE}) for engine in content["engines"]]
         return Queues(**{name: content[name] for name in QUEUES} | {"engines": engines})
 

@@ -105,14 +105,10 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    here, there = _settings(config.model_dump(mode="json")), _settings(saved.config)
-    for key in [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]:  # own settings come last
+    for key, (there, here) in _changes(saved, config).items():
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key) or key in saved.data  # a model's content is compared
-        if _is_of(key, _SAME) and not free and here.get(key) != there.get(key):
-            raise ConfigError(
-                f"trainer.resume: {saved.path} was made with {key}={_format(there.get(key))}, this is "
-                f"{_format(here.get(key))}"
-            )
+        if _is_of(key, _SAME) and not free:
+            raise ConfigError(f"trainer.resume: {saved.path} was made with {key}={there}, this is {here}")
     if saved.state.step > config.trainer.total_steps:
         raise ConfigError(f"trainer.resume: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}")
     require_figures(config.trainer, {**saved.state.before, **saved.state.validated})
@@ -120,9 +116,16 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     return saved
 
 
-def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name, files and directories by absolute path, however they were named."""
-    return flatten(with_absolute_paths(tree, Path.cwd()))
+def _changes(saved: SavedCheckpoint, config: Config) -> dict[str, tuple[str, str]]:
+    """Return settings by dotted name that are not the checkpoint's: there, and here; those of one's own come last.
+
+    Files and directories are compared by absolute path, however they were named.
+    """
+    trees = saved.config, config.model_dump(mode="json")
+    there, here = (flatten(with_absolute_paths(tree, Path.cwd())) for tree in trees)
+    keys = [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]
+    values = {key: (there.get(key), here.get(key)) for key in keys}
+    return {key: (_format(old), _format(new)) for key, (old, new) in values.items() if old != new}
 
 
 def differences(saved: SavedCheckpoint, config: Config) -> str:
@@ -130,12 +133,11 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
 
     Another version of gkd counts as one of them.
     """
-    here, there = _settings(config.model_dump(mode="json")), _settings(saved.config)
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
-        f"{key} {_format(there.get(key))} -> {_format(here.get(key))}"
-        for key in sorted({*here, *there})
-        if not _is_of(key, _OWN) and here.get(key) != there.get(key)
+        f"{key} {there} -> {here}"
+        for key, (there, here) in sorted(_changes(saved, config).items())
+        if not _is_of(key, _OWN)
     ]
     return f"goes on with other settings: {', '.join(changed)}" if changed else ""
 

@@ -89,7 +89,7 @@ class Scorers:
             "127.0.0.1" if self.local else report.ip,
             self.key,
             name in self.sleeping_groups(),
-            () if self._rates(name) else tuple(self.inputs.model.eos_ids),
+            () if _settings(self.config, name).rates else tuple(self.inputs.model.eos_ids),
         )
 
     def watch(self, placement: Placement, clients: Mapping[str, dict[str, Any]]) -> ScorerWatch:
@@ -142,16 +142,13 @@ class Scorers:
             # One that died is missed where it is to score.
             self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, activity=activity, keep_deaths=True)
 
-    def _rates(self, name: str) -> bool:
-        return _settings(self.config, name).rates
-
     def _models(self, name: str) -> list[str]:
         """Return which of ``inputs.scorers`` the engines of a group serve, dealt out in turn."""
         return sorted(model for model in self.inputs.scorers if scorer_group(model) == name)
 
     def _tokenizer(self, name: str) -> str:
         own = self.inputs.tokenizer_hash
-        return tokenizer_hash(self.inputs.scorers[name]) if self._rates(name) else own
+        return tokenizer_hash(self.inputs.scorers[name]) if _settings(self.config, name).rates else own
 
     def _engines_by_model(self) -> dict[str, Group]:
         """Return the engines of every model."""

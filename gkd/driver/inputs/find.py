@@ -261,16 +261,7 @@ def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
 
 
 def _require_usable(config: Config, student: str, scorers: dict[str, str]) -> None:
-    """Raise ConfigError where engines or adapters cannot have a model."""
-    _require_engines_run(config, student, scorers)
-    if config.actor.lora.r is not None:
-        from gkd.actor.lora import require_adaptable  # imports torch and peft
-
-        require_adaptable(student, config.actor.lora)
-
-
-def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) -> None:
-    """Raise ConfigError for a model that vLLM is to run and cannot."""
+    """Raise ConfigError for a model that vLLM is to run and cannot, and a student that adapters cannot have."""
     if config.rollout.engine_class.needs_vllm:
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
     for name, path in scorers.items():
@@ -281,6 +272,10 @@ def _require_engines_run(config: Config, student: str, scorers: dict[str, str]) 
             continue
         require_quantization(engine.quantization, f"{group}.quantization")
         require_vllm_runs(path, model_setting(name), REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
+    if config.actor.lora.r is not None:
+        from gkd.actor.lora import require_adaptable  # imports torch and peft
+
+        require_adaptable(student, config.actor.lora)
 
 
 def find_files(config: Config, report: Callable[[str], None]) -> TaskInputs:
