@@ -57,6 +57,13 @@ def test_what_a_run_would_refuse_is_refused(files: Path, capsys: pytest.CaptureF
     assert "prompted differently" in capsys.readouterr().err
 
 
+def test_models_that_are_a_size_alone_are_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `gkd plan` takes them."""
+    named = [own for own in arguments(files) if "model.path" not in own]
+    assert main([*named, "model.size=0.5b", "teacher.model.size=7b"]) == 2
+    assert contains_in_order(capsys.readouterr().err, "model.size=0.5b", "model.path")
+
+
 def test_a_template_in_which_a_line_does_not_end_is_warned_of(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = 'data.prompt_template="{question}\\nanswer:"'
     assert main([*arguments(files), "teacher.chat_template=student", template, "--rows", "1"]) == 0

@@ -82,7 +82,7 @@ class Inputs:
 
 def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
-    _require_known(config)
+    _require_transfer(config)
     found = find_files(config, report)
     student, scorers = find_models(config, found)
     tokenizer = load_tokenizer(student)
@@ -217,14 +217,11 @@ def read_val_sets(
     return tuple(sets)
 
 
-def _require_known(config: Config) -> None:
-    """Raise ConfigError for models of which only the size is given, and for a way of weights that cannot be here."""
+def _require_transfer(config: Config) -> None:
+    """Raise ConfigError for a way of weights that cannot be here."""
     weights = config.weights
     if (lacking := weights.transfer_class.find_lacking()) is not None:
         raise ConfigError(f"weights.transfer={weights.transfer}: {lacking}")
-    for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
-        if model.size is not None:
-            raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
 
 
 def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
@@ -279,9 +276,14 @@ def _require_usable(config: Config, student: str, scorers: dict[str, str]) -> No
 
 
 def find_files(config: Config, report: Callable[[str], None]) -> TaskInputs:
-    """Return the models and files of data that settings name, or that the task makes."""
-    if not config.uses_task:
-        assert config.model.path is not None
+    """Return the models and files of data that settings name, or that the task makes.
+
+    Raises ConfigError for models of which only the size is given.
+    """
+    for setting, model in (("model", config.model), ("teacher.model", config.teacher.model)):
+        if model.size is not None:
+            raise ConfigError(f"{setting}.size={model.size} is for python -m gkd.plan; a run needs {setting}.path")
+    if config.model.path is not None:
         return TaskInputs(config.model.path, config.teacher.model.path, config.data.train_files, config.data.val_files)
     made = make_inputs(config, report)
     require_teacher(config, made.teacher is not None)
@@ -312,7 +314,7 @@ def require_files(config: Config) -> None:
 
     Of files the first row is read: :func:`find_inputs` looks at all of them.
     """
-    _require_known(config)
+    _require_transfer(config)
     files = [file for own in config.data.val_sets.values() for file in own.files]
     if not config.uses_task:
         files += [*config.data.train_files, *config.data.val_files]
