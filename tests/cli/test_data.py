@@ -117,6 +117,10 @@ def test_what_can_be_shown_and_not_be_used_ends_with_the_runs_own_refusal(
     assert main(supervised) == 2
     printed = capsys.readouterr()
     assert "row 1" in printed.out and "data.answer_key=answer" in printed.err
+    dealt = f"data.train_files=[{files}/q.jsonl,{files}/longer.jsonl]", "data.train_weights=[1,2]"
+    assert main([*arguments(files), *dealt, "teacher.chat_template=student"]) == 2
+    printed = capsys.readouterr()
+    assert "0 prompts" in printed.out and "data.train_files[1]" in printed.err
 
 
 def test_the_limit_of_validation_is_of_all_files_and_of_prompts_that_fit(

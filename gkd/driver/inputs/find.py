@@ -19,6 +19,7 @@ from gkd.data.model_info import ModelInfo, fingerprint_weights
 from gkd.data.prompts import PromptSet, fingerprint, load_prompts
 from gkd.data.reader import read_rows
 from gkd.data.row import Row
+from gkd.data.stream import PromptStream
 from gkd.data.task import TaskInputs, make_inputs, require_teacher
 from gkd.data.templates import warn_of_raw_text
 from gkd.data.tokenizer import (
@@ -152,6 +153,7 @@ def settle_data(
     """Return prompts, by train and val, with the answers that are learned from; otherwise as :func:`load_data`."""
     _require_answers(config, prompts["train"])
     _require_columns(config, prompts)
+    PromptStream(prompts["train"].prompts, config.trainer.seed, config.data.train_weights)  # refuses now what has none
     end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
     own = with_turn_end(student, end)
     if config.algorithm.learns_answers:

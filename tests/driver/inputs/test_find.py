@@ -125,6 +125,16 @@ def test_a_file_that_the_limit_of_validation_leaves_out_is_named(models: Path) -
         assert [line.partition(":")[0] for line in lines] == [f"data.val_limit={limit}"] * n_unused
 
 
+def test_a_weighted_file_without_a_prompt_that_fits_is_missed_before_models_are_loaded(
+    models: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a " * 9, "answer": "b"}) + "\n")
+    files = [str(models / "text.jsonl"), str(tmp_path / "long.jsonl")]
+    config = own(models, "base", train_files=files, train_weights=[1, 2], max_prompt_length=4)
+    with pytest.raises(ConfigError, match=r"data\.train_weights: .*data\.train_files\[1\]"):
+        find_inputs(config, lambda line: None)
+
+
 def test_a_ground_truth_that_is_a_mapping_is_not_called_absent(models: Path) -> None:
     file = models / "countdown.jsonl"
     file.write_text(json.dumps({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}) + "\n")
