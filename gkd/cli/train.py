@@ -183,6 +183,7 @@ def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable
     from gkd.driver.checkpoints.attempts import restarts
     from gkd.driver.checkpoints.resume import day_of, differences, require_same_data
     from gkd.driver.inputs.find import find_inputs
+    from gkd.driver.validation.held_out import require_measurable
     from gkd.observability.tracking import require_logins
 
     if saved is None and not restarts():
@@ -190,6 +191,7 @@ def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable
     state_day(day_of(saved))
     with pause_garbage_collection():
         inputs = find_inputs(config, report)
+    require_measurable(config, inputs)
     if saved is not None:
         require_same_data(saved, inputs.fingerprints(config))
         if changed := differences(saved, config):

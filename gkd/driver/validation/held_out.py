@@ -11,6 +11,7 @@ from gkd.algorithms.training_samples import validation_rewards
 from gkd.cluster.workers.deadline import Deadline
 from gkd.config import Config
 from gkd.config.top_k import top_k_for_validation
+from gkd.config.validating import require_figures
 from gkd.driver.inputs.find import Inputs
 from gkd.driver.validation.final_scores import Scores, key_by_question
 from gkd.errors import RunFailed
@@ -58,7 +59,7 @@ class Validation:
         self.vocabulary = inputs.model.vocabulary
         self.scores: Mapping[str, Scores] = {}
         """Of the last greedy answers, by question (:func:`key_by_question`): accuracy, and reward/NAME."""
-        self.rewarded = config.algorithm.policy_weight > 0 and bool(config.reward.functions)
+        self.rewarded = _is_rewarded(config)
 
     def run(self) -> dict[str, float]:
         """Measure the student as it is."""
@@ -148,3 +149,24 @@ class Validation:
         replies = [self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for _, ids in answers]
         texts = [without_stop(up_to_stop(reply, stops), stops) for reply in replies]
         return [accuracy(text, prompt) for text, (prompt, _) in zip(texts, answers, strict=True)]
+
+
+def _is_rewarded(config: Config) -> bool:
+    return config.algorithm.policy_weight > 0 and bool(config.reward.functions)
+
+
+def require_measurable(config: Config, inputs: Inputs) -> None:
+    """Raise ConfigError for a figure that is to keep a student or to end the run, and that no validation can measure.
+
+    What a set's answers are scored by, and what rewards that fail leave, shows at the first validation.
+    """
+    usual = {
+        "val/accuracy": any(prompt.answer is not None for prompt in inputs.val.prompts),
+        "val/reverse_kl": config.algorithm.needs_teacher,
+        "val/loss": config.algorithm.is_supervised,
+    }
+    groups = ["reward"] * _is_rewarded(config) + [questions.name for questions in inputs.val_sets]
+    chosen = (config.trainer.keep_best, config.trainer.stop_early.metric)
+    there = [metric for metric in chosen if metric is not None and metric.split("/")[1] in groups]
+    names = [name for name, is_there in usual.items() if is_there] + [f"val/{group}/*" for group in groups]
+    require_figures(config.trainer, dict.fromkeys([*names, *there], 0.0))

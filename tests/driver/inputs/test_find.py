@@ -135,6 +135,28 @@ def test_a_weighted_file_without_a_prompt_that_fits_is_missed_before_models_are_
         find_inputs(config, lambda line: None)
 
 
+@pytest.mark.parametrize(
+    ("metric", "measured"),
+    [
+        ("val/acuracy", "val/accuracy, val/reward/\\*, val/hard/\\*"),
+        ("val/reverse_kl", "val/accuracy, "),
+        ("val/simple/accuracy", "val/accuracy, "),
+        ("val/accuracy", None),
+        ("val/reward/accuracy", None),
+        ("val/hard/accuracy", None),
+    ],
+)
+def test_a_figure_that_no_validation_measures_is_missed_before_models_are_loaded(
+    models: Path, metric: str, measured: str | None
+) -> None:
+    sets = {"hard": {"files": [str(models / "text.jsonl")], "answer_key": "answer"}}
+    config = own(models, "base", val_sets=sets)
+    for setting in ({"keep_best": metric}, {"stop_early": {"metric": metric}}):
+        asked = load({**config.model_dump(exclude_unset=True), "trainer": setting})
+        with pytest.raises(ConfigError, match=f"{metric}: .* {measured}") if measured else nullcontext():
+            _find_inputs(asked, None, lambda line: None)
+
+
 def test_a_ground_truth_that_is_a_mapping_is_not_called_absent(models: Path) -> None:
     file = models / "countdown.jsonl"
     file.write_text(json.dumps({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}) + "\n")
