@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gkd.actor.group import ActorGroup
 from gkd.algorithms.training_samples import validation_rewards
@@ -141,8 +141,13 @@ class Validation:
                 f"the teacher has not answered {len(late)} of {len(futures)} validation prompts, and none for "
                 f"{limit:g} s (rollout.timeout_s)"
             )
-        right = self._rate([(p, f.result()) for p, f in zip(prompts, futures, strict=True)])
+        right = self._rate([(self._see_as_teacher(p), f.result()) for p, f in zip(prompts, futures, strict=True)])
         return {"val/accuracy": sum(right) / len(right)}
+
+    def _see_as_teacher(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with the text that the teacher's answer goes on from: of its own template, if it has one."""
+        ids = prompt.teacher_ids
+        return prompt if ids is None else replace(prompt, text=self.tokenizer.decode(ids.tolist()))
 
     def _rate(self, answers: Sequence[tuple[Prompt, Int32]]) -> list[float]:
         stops = self.config.rollout.stop

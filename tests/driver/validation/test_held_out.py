@@ -208,6 +208,24 @@ def test_the_teachers_answer_ends_at_the_texts_that_end_the_students() -> None:
     assert validation.teacher() == {"val/accuracy": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("text", "teachers", "right"), [("7 <think>", "7", 1.0), ("7", "7 <think>", 0.0), ("7 <think>", None, 0.0)]
+)
+def test_the_teachers_answer_goes_on_where_its_own_prompt_ends(text: str, teachers: str | None, right: float) -> None:
+    """A template may open the reasoning, in which an answer that is cut there states nothing; the student's may not."""
+    words = ("<unk>", "<eos>", "<think>", "7")
+    answer: Future[Any] = Future()
+    answer.set_result(np.array([3], np.int32))
+    seen = None if teachers is None else np.array([words.index(word) for word in teachers.split()], np.int32)
+    asked = Prompt(0, np.array([3], np.int32), text, answer="7", teacher_ids=seen)
+    engines = SimpleNamespace(attend=lambda wait_s: None, colocation=SimpleNamespace(wake_engines=lambda: None))
+    model, held_out = SimpleNamespace(vocabulary=4), SimpleNamespace(prompts=[asked])
+    inputs = SimpleNamespace(val=held_out, tokenizer=word_tokenizer(words), model=model)
+    teacher = SimpleNamespace(submit=lambda request: answer)
+    validation = Validation(load({}), inputs, engines, None, {"teacher": teacher})  # type: ignore[arg-type, dict-item]
+    assert validation.teacher() == {"val/accuracy": right}
+
+
 def test_answers_end_at_the_texts_that_end_responses_in_training() -> None:
     _, engines = validated(prompts("a"), rollout={"stop": ["b"]})
     assert [r.sampling.stop for requests in engines.calls for r in requests] == [("b",)]
