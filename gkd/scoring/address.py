@@ -14,7 +14,7 @@ import zmq
 from zmq.auth import load_certificate
 
 from gkd import durable
-from gkd.config import Teacher
+from gkd.config import Teacher, user_path
 from gkd.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ def key_path(teacher: Teacher, hosts: Sequence[str]) -> Path:
     reached from elsewhere has none.
     """
     if teacher.key_file is not None:
-        return Path(teacher.key_file)
+        return user_path(teacher.key_file)
     for host in hosts:
         if not is_loopback(host):
             raise ConfigError(f"the teacher's address {host} is not loopback and has no key: set teacher.key_file")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from gkd.config import Teacher
+from gkd.config import Teacher, user_path
 from gkd.config.groups import model_setting
 from gkd.data.prompts import PromptSet
 from gkd.data.rendering import Renderer, Rendering, check_same_prompts, with_teacher_ids
@@ -95,7 +94,7 @@ def _read_rendering(teacher: Teacher, tokenizer: Any) -> Rendering:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(

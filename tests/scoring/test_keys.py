@@ -15,7 +15,7 @@ import zmq
 from gkd.config import Teacher
 from gkd.errors import ConfigError
 from gkd.inference.requests import ScorerUnavailable
-from gkd.scoring.address import Key, external_addresses, key_path
+from gkd.scoring.address import Key, external_addresses, external_key, key_path
 from gkd.scoring.client import ScoringClient
 from tests.scoring.conftest import Running, a_score
 from tests.scoring.table import expected
@@ -66,6 +66,15 @@ def test_an_address_others_can_reach_needs_a_key_file(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"{host} .*teacher\.key_file"):
         key_path(Teacher(), ["127.0.0.1", host])
     assert key_path(Teacher(key_file="a.key"), [host]) == Path("a.key")
+
+
+def test_a_key_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the ``~`` of ``teacher.key_file=~/teacher.key`` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    teacher = Teacher(key_file="~/teacher.key", server_ip="node")
+    key = Key.load_or_create(key_path(teacher, ["node"]))
+    assert Key.load(tmp_path / "teacher.key") == key == external_key(teacher)
 
 
 def test_on_this_machine_a_user_has_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,9 @@ def test_a_file_is_a_template(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ eos_token }} {{ messages[0]['content'] }} d")
     prompt_set = made(tokenizer(TEMPLATE), tokenizer(), tmp_path, str(tmp_path / "chat.jinja"))
     assert seen(prompt_set, tokenizer())[0] == "<eos> a d d"
-    with pytest.raises(ConfigError, match=r"chat_template=/no\.jinja: .*\(No"):
-        made(tokenizer(TEMPLATE), tokenizer(), tmp_path, "/no.jinja")
+    for missing in ("/no.jinja", "~nobody-of-this-name/no.jinja"):
+        with pytest.raises(ConfigError, match=rf"chat_template={missing}: .*\(No"):
+            made(tokenizer(TEMPLATE), tokenizer(), tmp_path, missing)
     (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] | nothing }}")
     with pytest.raises(ConfigError, match=r"teacher\.chat_template=\S+ .*prompt 0: No filter"):
         made(tokenizer(TEMPLATE), tokenizer(), tmp_path, str(tmp_path / "chat.jinja"))

@@ -22,7 +22,7 @@ from gkd.config.top_k import required_top_k, top_k_for_validation
 from gkd.data.tokenizer import tokenizer_hash
 from gkd.driver.groups.engines import StartWorker, make_restart_policy, prepare_restarts
 from gkd.driver.inputs.find import Inputs
-from gkd.scoring.address import Key, external_addresses, external_key
+from gkd.scoring.address import Key, external_addresses, external_key, key_path
 from gkd.scoring.watch import ScorerReplicas, ScorerWatch
 from gkd.scoring.worker import ScorerSpec
 
@@ -205,4 +205,4 @@ def _key(config: Config) -> Key:
     teacher = config.teacher
     if config.algorithm.needs_teacher and teacher.server_ip is not None:
         return external_key(teacher)
-    return Key.generate() if teacher.key_file is None else Key.load(teacher.key_file)
+    return Key.generate() if teacher.key_file is None else Key.load(key_path(teacher, []))
