@@ -150,10 +150,8 @@ class ScoringPipeline:
         prompt, ids, stops = sample.request.prompt, sample.sampled_ids, sample.request.sampling.stop
         response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         if self._reward_tokenizer is not None:
-            after_prompt = sample.token_ids[len(prompt.token_ids) :]
-            rate = RateRequest(reward_model_ids(prompt, after_prompt, response, *self._reward_tokenizer))
             for name in self._config.reward.functions_scored_by("reward_model"):
-                pending.rewards[name] = self._rate(rate, _order(sample))
+                pending.rewards[name] = self._rate(sample, response, *self._reward_tokenizer)
         pending.completion = Completion(
             prompt=prompt.text,
             response=without_stop(up_to_stop(response, stops), stops),
@@ -170,8 +168,8 @@ class ScoringPipeline:
         )
         pending.rewards |= self._rewards.submit(pending.completion)
 
-    def _rate(self, rate: RateRequest, order: tuple[float, int]) -> Future[Timed]:
-        """Return the reward model's reward and how long it took to come."""
+    def _rate(self, sample: Sample, response: str, tokenizer: Any, same_tokenizer: bool) -> Future[Timed]:
+        """Return the reward model's reward and how long it took to come; arguments of :func:`reward_model_ids`."""
         started, timed = time.monotonic(), Future[Timed]()
 
         def finish(reward: Future[float]) -> None:
@@ -180,7 +178,15 @@ class ScoringPipeline:
             except Exception as error:
                 timed.set_exception(error)
 
-        self._clients["reward_model"].submit(rate, order).add_done_callback(finish)
+        prompt = sample.request.prompt
+        after_prompt = sample.token_ids[len(prompt.token_ids) :]
+        try:
+            ids = reward_model_ids(prompt, after_prompt, response, tokenizer, same_tokenizer)
+        except Exception as error:  # a template computes with what the messages hold, and raises what it meets
+            why = f"reward_model.model.path: its chat template refuses prompt {prompt.id}: {one_line(error)}"
+            timed.set_exception(RewardError(why))
+            return timed
+        self._clients["reward_model"].submit(RateRequest(ids), _order(sample)).add_done_callback(finish)
         return timed
 
     def _hand_on(self, group: Sequence[_Pending]) -> None:

@@ -21,6 +21,7 @@ from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring, VersionSpan
 from tests.data.models import word_tokenizer
+from tests.error_text import contains_in_order
 from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
 
 SPANS = ((3, 5), (8, 9), (11, 16))
@@ -121,6 +122,28 @@ def test_a_reward_is_given_what_the_student_wrote_and_the_steps_of_the_oldest_we
     (own,) = completions
     assert (own.step, own.total_steps) == (training.version, 9) == (4, 9)
     assert (own.n_tokens, own.max_tokens, own.truncated) == (8, 16, True)
+
+
+def test_a_prompt_that_the_reward_models_chat_template_refuses_has_no_reward_of_it(
+    tmp_path: Path, delivered: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SimpleNamespace(submit=lambda completion: {}, submit_group=lambda group: [{} for _ in group], close=int)
+    monkeypatch.setattr("gkd.rollout.pipeline.RewardPool", lambda settings, temporary: pool)
+    template = "{{ raise_exception('system role') }}"
+    word_tokenizer().save_pretrained(tmp_path / "student")
+    word_tokenizer(("<unk>", "<eos>", "a"), template=template).save_pretrained(tmp_path / "rates")
+    config = load({
+        "algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": ["reward_model"]},
+        "reward_model": {"model": {"path": str(tmp_path / "rates")}},
+    })  # fmt: skip
+    pipeline = ScoringPipeline(config, str(tmp_path / "student"), 0, delivered.put)
+    pipeline.submit(sample(Scoring(rewards=True)))
+    ((training, _),) = delivered.get(timeout=30)
+    pipeline.close()
+    reason = training.rewards["reward_model"]
+    assert isinstance(reason, str) and contains_in_order(
+        reason, "reward_model.model.path", "chat template", "prompt 7", "system role"
+    )
 
 
 def test_who_is_not_wanted_does_not_score(pipeline: ScoringPipeline, delivered: queue.Queue[Any]) -> None:
