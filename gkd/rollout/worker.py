@@ -28,7 +28,7 @@ class RolloutWorker:
     """
 
     def __init__(self, config: Config, spec: EngineSpec, span: NodeSpan | None = None) -> None:
-        self.config, self.rank = config, spec.rank
+        self.rank = spec.rank
         if spec.device == "cuda":
             watch_family()  # of the processes that an engine starts there, on one GPU too
         self.engine: InferenceEngine[SampleRequest, Sample] = config.rollout.engine_class(replace(spec, span=span))

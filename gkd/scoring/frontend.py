@@ -94,10 +94,8 @@ class Frontend:
         """Answer a job that was taken with an error."""
         self.reply([(job, wire.encode(self._refuse(job.id, code, message)))])
 
-    def close(self, code: ErrorCode = "stopping", message: str = "the server is stopping") -> None:
+    def close(self, code: ErrorCode, message: str) -> None:
         """Refuse what is queued, send what is to be sent (half a second at most), and give everything back."""
-        if self._closing.is_set():
-            return
         for job in self._clients.drain():
             self._reject_queued(job, code, message)
         self._closing.set()

@@ -30,7 +30,7 @@ GAP_S, GATHER_S = 0.002, 0.01
 class ScoringServer:
     """Serves ``engine`` on ``bind_ip``; port 0 is a free one, chosen by the bind itself.
 
-    Handshakes and heartbeats are answered from construction to :meth:`close`, requests while :meth:`serve` runs.
+    Handshakes and heartbeats are answered from construction on, requests while :meth:`serve` runs; its end ends both.
     Whoever has ``key`` is served, within ``client_limits``; ``rendering`` and ``weights`` are part of the handshake
     (:class:`Frontend`). Raises ConfigError where the address cannot be bound.
     """
@@ -138,10 +138,6 @@ class ScoringServer:
             while True:
                 done, _, _ = self._commands.get_nowait()
                 done.set_exception(RunFailed(f"the engine at {self.address} has ended"))
-
-    def close(self) -> None:
-        """Stop answering and give back the address."""
-        self._frontend.close()
 
     def _command(self) -> bool:
         """Run another thread's command, if there is one; while asleep nothing else can come, so it is waited for."""
