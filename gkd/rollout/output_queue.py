@@ -54,34 +54,31 @@ class OutputQueue:
         have sampled all. Raises what was put to end this.
         """
         for _ in range(MOST_BATCHES):
-            batch = self.gather()
-            arrays = ScoredSamples()
-            samples: list[TrainingSample | GenerationNotice] = []
-            for item in batch:
+            arrays, samples = self.gather()
+            self._slots.deliver(sample.key for sample in samples if isinstance(sample, TrainingSample))
+            yield arrays
+            yield samples
+
+    def gather(self) -> tuple[ScoredSamples, list[TrainingSample | GenerationNotice]]:
+        """Wait for scored samples, and a moment for more of them where nobody waits for these.
+
+        Returns their arrays and their numbers, as :meth:`batches` yields them. Raises what was put to end this.
+        """
+        arrays, samples = ScoredSamples(), list[TrainingSample | GenerationNotice]()
+        keys: set[int] = set()
+        item = self._items.get()
+        end = time.monotonic() + GATHER_S
+        with suppress(queue.Empty):
+            while True:
+                waits = False
                 if isinstance(item, BaseException):
                     raise item
                 if isinstance(item, GenerationNotice):
                     samples.append(item)
-                    continue
-                samples.append(item[0])
-                arrays.append(item[1])
-            self._slots.deliver(sample.key for sample in samples if not isinstance(sample, GenerationNotice))
-            yield arrays
-            yield samples
-
-    def gather(self) -> list[SampleAndArrays | GenerationNotice | BaseException]:
-        """Wait for scored samples, and a moment for more of them where nobody waits for these."""
-        batch: list[SampleAndArrays | GenerationNotice | BaseException] = []
-        keys: set[int] = set()
-        item: list[SampleAndArrays] | GenerationNotice | BaseException = self._items.get()
-        end = time.monotonic() + GATHER_S
-        with suppress(queue.Empty):
-            while True:
-                if isinstance(item, list):
-                    batch += item
-                    keys.update(sample.key for sample, _ in item)
                 else:
-                    batch.append(item)
-                waits = isinstance(item, list) and self._slots.may_wait(keys)
+                    samples += [sample for sample, _ in item]
+                    arrays += [scored for _, scored in item]
+                    keys.update(sample.key for sample, _ in item)
+                    waits = self._slots.may_wait(keys)
                 item = self._items.get(timeout=max(0.0, end - time.monotonic()) if waits else 0.0)
-        return batch
+        return arrays, samples

@@ -198,16 +198,22 @@ class ScoringPipeline:
     def _combine(self, pending: _Pending) -> SampleAndArrays:
         sample = pending.sample
         targets = {name: future.result() for name, future in pending.models.items()}
-        rewards = {name: _reward(future) for name, future in pending.rewards.items()}
-        given = {name: reward for name, reward in rewards.items() if not isinstance(reward, str)}
-        failed = {name: reward for name, reward in rewards.items() if isinstance(reward, str)}
+        rewards: dict[str, float | str] = {}
+        reward_s: dict[str, float] = {}
+        for name, future in pending.rewards.items():
+            if (error := future.exception()) is not None:
+                rewards[name] = one_line(error) if isinstance(error, RewardError) else describe_error(error)
+                continue
+            reward, reward_s[name] = future.result()
+            if reward is not None:  # it does not apply to this sample
+                rewards[name] = reward
         reference = targets["reference"].token_logprobs if "reference" in targets else None
         training = TrainingSample.from_sample(
             sample,
             self.rank,
             pending.generated_s,
-            rewards=failed | {name: value for name, (value, _) in given.items() if value is not None},
-            reward_s={name: seconds for name, (_, seconds) in given.items()},
+            rewards=rewards,
+            reward_s=reward_s,
             kl_reference=None if reference is None else float((sample.sampled_logprobs - reference).sum()),
         )
         return training, ScoredSample(sample, targets.get("teacher"), reference)
@@ -242,11 +248,3 @@ def reward_model_ids(prompt: Prompt, response_ids: Int32, response: str, tokeniz
         variables = template_variables({}, prompt.tools)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **variables)["input_ids"]
     return np.asarray(ids, dtype=np.int32)
-
-
-def _reward(future: Future[Timed]) -> Timed | str:
-    """Return a function's reward and how long it took, or why it gave none."""
-    error = future.exception()
-    if error is None:
-        return future.result()
-    return one_line(error) if isinstance(error, RewardError) else describe_error(error)
