@@ -18,6 +18,12 @@ class Shape:
     temperature: float = 1.0
     rows: int | None = None
 
+    def put_on(self, model: Any) -> None:
+        """Have ``model`` change its logits so, no more as before; vLLM's ``apply_model`` does it in every process."""
+        if not isinstance(model.compute_logits, _ShapedLogits):
+            model.compute_logits = _ShapedLogits(model.compute_logits)
+        model.compute_logits.shape = self
+
 
 class _ShapedLogits:
     """Stands in for a model's ``compute_logits``."""
@@ -34,15 +40,3 @@ class _ShapedLogits:
             logits[..., self.shape.rows :] = float("-inf")
         # In float32, as vLLM's own log-softmax: bfloat16 logits would be rounded a second time.
         return logits if self.shape.temperature == 1.0 else logits.float() / self.shape.temperature
-
-
-class SetShape:
-    """For ``apply_model``: gives the model a shape. A class, so that it can be sent to tensor-parallel workers."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-
-    def __call__(self, model: Any) -> None:
-        if not isinstance(model.compute_logits, _ShapedLogits):
-            model.compute_logits = _ShapedLogits(model.compute_logits)
-        model.compute_logits.shape = self.shape

@@ -13,7 +13,7 @@ from gkd.config.transfer import passes_worker
 from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import share_gpu_of_worker
 from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
-from gkd.inference.vllm_logits import SetShape, Shape
+from gkd.inference.vllm_logits import Shape
 from gkd.types import Sample, SampleRequest, VersionSpan
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class VLLMSampler(VLLMEngine[SampleRequest, Sample]):
             vllm_backend.prepare(self.llm, spec.weights)
         if 0 < spec.model.n_tokens < spec.model.vocabulary:
             # A padded row has some probability, however small, and no teacher and no tokenizer has its id.
-            self.llm.apply_model(SetShape(Shape(rows=spec.model.n_tokens)))
+            self.llm.apply_model(Shape(rows=spec.model.n_tokens).put_on)
 
     @classmethod
     def follow(cls, spec: EngineSpec) -> Follower:

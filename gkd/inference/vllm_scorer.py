@@ -7,7 +7,7 @@ as one would expect:
 
 - ``flat_logprobs`` still takes the rows apart number by number, into Python lists, for every prompt token; see
   :meth:`VLLMScorer._tap`.
-- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_logits.SetShape` divides the
+- Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_logits.Shape` divides the
   logits themselves.
 - Rows of tokens that come from the prefix cache are missing, so vLLM has scored requests read it on request alone.
   They do where the prompt is most of a sequence, and are repeated without where a hit reaches into the response.
@@ -31,7 +31,7 @@ from gkd.inference.engine import ENTRY_BYTES, EngineSpec
 from gkd.inference.requests import GenerateRequest, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
-from gkd.inference.vllm_logits import SetShape, Shape
+from gkd.inference.vllm_logits import Shape
 from gkd.inference.vllm_spans import find_span_rows, spans_argument
 from gkd.types import Int32, Target
 
@@ -189,7 +189,7 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             return
         shape = Shape(request.temperature, request.vocabulary)
         if shape != self._shape:
-            self.llm_engine.apply_model(SetShape(shape))
+            self.llm_engine.apply_model(shape.put_on)
             self._shape = shape
         self._top_k = self.limits.width(request)
         reads_cache = reads_cache and request.spans[0][0] >= CACHED_PART * len(request.token_ids)

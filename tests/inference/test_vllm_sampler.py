@@ -14,7 +14,7 @@ from gkd.config.device import Device
 from gkd.data.model_info import ModelInfo
 from gkd.inference import vllm_sampler
 from gkd.inference.engine import EngineSpec
-from gkd.inference.vllm_logits import Shape, _ShapedLogits
+from gkd.inference.vllm_logits import Shape
 from gkd.inference.vllm_sampler import VLLMSampler
 from gkd.weights import vllm_plugin
 
@@ -54,8 +54,9 @@ def test_the_model_runner_on_a_gpu_is_a_process_of_its_own_that_weights_come_to(
 
 def test_logits_are_divided_by_a_temperature_in_float32() -> None:
     """Of bfloat16 they would be rounded once more."""
-    shaped = _ShapedLogits(lambda: torch.tensor([[1.0, 1.015625, 2.0]], dtype=torch.bfloat16))
-    shaped.shape = Shape(temperature=0.7, rows=2)
-    logits = shaped()
-    assert logits is not None and logits[0, :2].tolist() == pytest.approx([1 / 0.7, 1.015625 / 0.7], rel=1e-6)
+    model = SimpleNamespace(compute_logits=lambda: torch.tensor([[1.0, 1.015625, 2.0]], dtype=torch.bfloat16))
+    for shape in (Shape(temperature=2.0), Shape(temperature=0.7, rows=2)):
+        shape.put_on(model)
+    logits = model.compute_logits()
+    assert logits[0, :2].tolist() == pytest.approx([1 / 0.7, 1.015625 / 0.7], rel=1e-6)
     assert logits[0, 2] == -torch.inf
