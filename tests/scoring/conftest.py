@@ -24,7 +24,7 @@ from gkd.scoring import wire
 from gkd.scoring.address import Key, secure_client
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.server import ScoringServer
-from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine
+from tests.scoring.table import KEY, POISON, VOCABULARY, TableEngine, expected
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +47,10 @@ class Running:
     thread: threading.Thread
     failure: list[BaseException]
 
+    @property
+    def port(self) -> int:
+        return int(self.server.address.rsplit(":", 1)[1])
+
     def end(self) -> None:
         self.stop.set()
         if isinstance(self.engine, TableEngine):
@@ -55,8 +59,17 @@ class Running:
         assert not self.thread.is_alive()
 
 
+Serve = Callable[..., Running]
+Connect = Callable[..., ScoringClient]
+
+
+def all_right(futures: list[Any], timeout_s: float = 60.0) -> bool:
+    """Whether the answers to ``a_score(0)``, ``a_score(1)``, ... are the table's."""
+    return all(np.array_equal(f.result(timeout_s).ids, expected(a_score(i)).ids) for i, f in enumerate(futures))
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Running]]:
+def serve() -> Iterator[Serve]:
     """Starts servers in this process: ``serve(engine, port, host, key, tokenizer_hash)``."""
     started: list[Running] = []
 
@@ -89,7 +102,7 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., ScoringClient]]:
+def connect() -> Iterator[Connect]:
     """Makes clients that are closed at the end, which try three times."""
     clients: list[ScoringClient] = []
 
@@ -131,8 +144,11 @@ class Process:
         self.popen.stdout.close()
 
 
+Spawn = Callable[..., Process]
+
+
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., Process]]:
+def spawn() -> Iterator[Spawn]:
     """Starts :class:`Process`; what is left at the end is killed."""
     processes: list[Process] = []
 

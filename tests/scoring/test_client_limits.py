@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,15 @@ from gkd.scoring import wire
 from gkd.scoring.client import ScoringClient
 from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import ClientLimits, Connection
-from tests.scoring.conftest import Running, a_score, greet
+from tests.ray.cluster.conftest import eventually
+from tests.scoring.conftest import Connect, Serve, a_score, all_right, greet
 from tests.scoring.table import TableEngine, expected
 
-Serve = Callable[..., Running]
-Connect = Callable[..., ScoringClient]
 MIB = 1 << 20
 
 
-def answers(client: ScoringClient, seed: int = 0) -> bool:
-    return np.array_equal(client.submit(a_score(seed)).result(30).ids, expected(a_score(seed)).ids)
+def answers(client: ScoringClient) -> bool:
+    return all_right([client.submit(a_score(0))], 30)
 
 
 def served_for(client: ScoringClient, seconds: float) -> None:
@@ -47,7 +45,7 @@ def test_a_client_that_reads_nothing_for_long_is_cut_off(serve: Serve, connect: 
     greet(attacker)
     for id in range(10):
         attacker.send(wire.encode_request(id, 60.0, a_score(top_k=32, n_prompt=1, n_response=19_000)))
-    wait_for(lambda: running.server.counts.get("cut_unread", 0) > 0)
+    assert eventually(lambda: running.server.counts.get("cut_unread", 0) > 0)
     assert answers(connect(running.server.address))
 
 
@@ -90,16 +88,15 @@ def test_idle_connections_make_room(serve: Serve, connect: Connect, dealer: Any,
     # It misses no heartbeat of a server that is slow: what it loses is its connection.
     early = connect(running.server.address, heartbeat_s=60.0, request_timeout_s=30.0)
     assert answers(early)
-    host, port = running.server.address.removeprefix("tcp://").split(":")
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             if authenticated:
                 dealer(running.server.address, reconnect_ivl=-1)
             else:
-                stack.enter_context(socket.create_connection((host, int(port)), 10))
+                stack.enter_context(socket.create_connection(("127.0.0.1", running.port), 10))
         late = connect(running.server.address, request_timeout_s=30.0)
         assert answers(late) and answers(early)
-        wait_for(lambda: len(running.server._frontend._connections._by_fd) <= 20)
+        assert eventually(lambda: len(running.server._frontend._connections._by_fd) <= 20)
         assert early.counts.get("lost", 0) == 0
 
 
@@ -124,8 +121,7 @@ def test_a_descriptor_that_is_something_elses_by_now_is_left_alone() -> None:
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
 def test_a_peer_without_the_key_is_disconnected(serve: Serve, greeting: bytes) -> None:
     running = serve(client_limits=ClientLimits(greeting_s=0.2))
-    host, port = running.server.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), 10) as peer:
+    with socket.create_connection(("127.0.0.1", running.port), 10) as peer:
         peer.sendall(greeting)
         peer.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
@@ -139,7 +135,7 @@ def test_a_client_that_says_nothing_any_more_is_disconnected(serve: Serve, deale
     silent = dealer(running.server.address, reconnect_ivl=-1)
     silent.send(wire.encode(wire.Ping()))
     assert silent.recv()
-    wait_for(lambda: running.server.counts.get("cut_silent", 0) == 1)
+    assert eventually(lambda: running.server.counts.get("cut_silent", 0) == 1)
 
 
 def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None:
@@ -152,7 +148,7 @@ def test_clients_take_turns(serve: Serve, connect: Connect, dealer: Any) -> None
     client = connect(running.server.address, request_timeout_s=30.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(2)]
-    assert [np.array_equal(f.result(30).ids, expected(a_score(i)).ids) for i, f in enumerate(futures)] == [True, True]
+    assert all_right(futures, 30)
     assert running.engine.worked_on < 250  # of 500, which are before them in time
 
 
@@ -162,9 +158,9 @@ def test_a_client_with_too_much_in_the_queue_is_refused_and_retries(serve: Serve
     client = connect(running.server.address, max_attempts=1, request_timeout_s=30.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(200)]
-    wait_for(lambda: running.server.counts.get("busy", 0) > 0)
+    assert eventually(lambda: running.server.counts.get("busy", 0) > 0)
     running.engine.hurry.set()
-    assert all(np.array_equal(f.result(30).ids, expected(a_score(i)).ids) for i, f in enumerate(futures))
+    assert all_right(futures, 30)
     assert client.counts["busy"] == running.server.counts["busy"] > 0
     assert client.counts.get("retried", 0) == 0
 
@@ -222,10 +218,3 @@ def test_a_request_longer_than_the_server_reads_is_refused_here(serve: Serve, co
         client.submit(ScoreRequest(np.ones(50_001, np.int32), ((1, 50_001),), 1)).result(30)
     assert rejected.value.code == "too_long"
     assert answers(client) and client.counts.get("lost", 0) == 0
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,24 +22,16 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import Limits, RateRequest, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
-from gkd.scoring.client import ScoringClient
 from gkd.scoring.dispatch import Dispatcher, RetryPolicy
 from gkd.scoring.replica import PendingRequest, Replica
 from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
-from tests.scoring.conftest import Process, Running, a_score
+from tests.scoring.conftest import Connect, Serve, Spawn, a_score, all_right
 from tests.scoring.table import FULL_VOCABULARY, KEY, VOCABULARY, TableEngine, expected
 
-Serve = Callable[..., Running]
-Connect = Callable[..., ScoringClient]
-Spawn = Callable[..., Process]
 FAILED_HANDSHAKES = {zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL}
 RATED = RateRequest(np.array([1, 2], np.int32))
-
-
-def all_right(futures: list[Any], timeout_s: float = 60.0) -> bool:
-    return all(np.array_equal(f.result(timeout_s).ids, expected(a_score(i)).ids) for i, f in enumerate(futures))
 
 
 def test_work_is_shared_between_replicas(serve: Serve, connect: Connect) -> None:
@@ -134,11 +126,10 @@ def test_a_server_restarted_between_two_heartbeats_is_noticed(serve: Serve, conn
     client = connect(first.server.address, heartbeat_s=1.0, request_timeout_s=30.0)
     client.connect(30)
     future = client.submit(a_score(0))
-    port = int(first.server.address.rsplit(":", 1)[1])
     time.sleep(0.1)
     first.engine.delay_s = 0.0
     first.end()
-    serve(port=port)
+    serve(port=first.port)
     assert all_right([future], 25.0)  # before the request's own time is over
 
 
@@ -151,15 +142,14 @@ def test_a_server_comes_back_where_something_else_answered_meanwhile(
     client = connect(first.server.address, request_timeout_s=30.0, heartbeat_s=0.1)
     client.connect(30)
     first.end()
-    port = int(first.server.address.rsplit(":", 1)[1])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     other = context.socket(zmq.ROUTER)
     monitor = other.get_monitor_socket()
-    other.bind(f"tcp://127.0.0.1:{port}")
+    other.bind(first.server.address)
     future = client.submit(a_score(0))
     assert eventually(lambda: monitor.poll(0) and recv_monitor_message(monitor)["event"] in FAILED_HANDSHAKES)
     context.destroy(linger=0)
-    serve(port=port)
+    serve(port=first.port)
     assert all_right([future], 20.0)
 
 
@@ -177,7 +167,7 @@ def test_requests_wait_for_a_server_that_is_expected_back(serve: Serve, connect:
     futures = [one.submit(a_score(0)) for one in (client, late)]
     time.sleep(0.4)
     assert not any(future.done() for future in futures)
-    again = serve(port=int(address.rsplit(":", 1)[1]))
+    again = serve(port=first.port)
     assert all(all_right([future], 25.0) for future in futures)
     again.end()
     with pytest.raises(ScorerUnavailable, match="all replicas"):  # it is expected no more
@@ -210,7 +200,7 @@ def test_requests_of_a_lower_order_are_sent_first(
         submit(order)
     if dies:
         running.end()
-        serve(TableEngine(capacity=1), port=int(running.server.address.rsplit(":", 1)[1]))
+        serve(TableEngine(capacity=1), port=running.port)
     else:
         running.engine.hurry.set()
     assert all_right(futures, 25.0)
@@ -351,7 +341,7 @@ def test_a_replica_that_goes_and_comes_back_is_told(serve: Serve, connect: Conne
     for n_lines, running in enumerate(servers, 1):
         running.end()
         assert eventually(lambda n=n_lines: len(lines) == n)
-    serve(port=int(second.rsplit(":", 1)[1]))
+    serve(port=servers[1].port)
     assert eventually(lambda: len(lines) == 3)
     assert contains_in_order(lines[0][0], first, "1 others") and not lines[0][1]
     assert contains_in_order(lines[1][0], second, "teacher.request_timeout_s") and not lines[1][1]
@@ -369,7 +359,7 @@ def test_replicas_have_one_models_weights(serve: Serve, connect: Connect) -> Non
     assert client.weights == "1"
     assert all_right([client.submit(a_score(0))])
     first.end()
-    again = serve(weights="2", port=int(first.server.address.rsplit(":", 1)[1]))
+    again = serve(weights="2", port=first.port)
     with pytest.raises(ConfigError, match="other weights"):
         client.submit(a_score(1)).result(30)
     assert not again.engine.worked_on
@@ -381,14 +371,21 @@ def test_padded_vocabularies_are_no_mismatch(serve: Serve, connect: Connect) -> 
         connect(address, vocabulary=vocabulary, top_k=FULL_VOCABULARY).connect(30)
 
 
-def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
-    """A server of another version, played by a bare socket."""
+@pytest.fixture
+def router() -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket with the key, to play a server."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger, router.rcvtimeo = 0, 60_000
     secure_server(router, KEY)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    client = connect(f"tcp://127.0.0.1:{port}")
+    router.bind("tcp://127.0.0.1:*")
+    yield router
+    context.destroy(linger=0)
+
+
+def test_another_protocol_is_a_configuration_error(connect: Connect, router: Any) -> None:
+    """A server of another version."""
+    client = connect(router.last_endpoint.decode())
     identity, *_ = router.recv_multipart()
 
     class Welcome(wire.Welcome, frozen=True, tag="welcome"):
@@ -398,17 +395,14 @@ def test_another_protocol_is_a_configuration_error(connect: Connect) -> None:
     router.send_multipart([identity, len(welcome).to_bytes(4, "little") + welcome + bytes(-len(welcome) % 4)])
     with pytest.raises(ConfigError, match=f"speaks protocol {wire.PROTOCOL + 1}, this side {wire.PROTOCOL}"):
         client.connect(30)
-    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("nonsense", ["another kind", "without a tail", "several frames", "too large"])
-def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connect: Connect, nonsense: str) -> None:
+def test_a_server_that_answers_nonsense_is_left_for_another(
+    serve: Serve, connect: Connect, router: Any, nonsense: str
+) -> None:
     """A server that welcomes, then answers scores with something else."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger, router.rcvtimeo = 0, 100
-    secure_server(router, KEY)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
+    router.rcvtimeo = 100
     stop = threading.Event()
 
     def lie() -> None:
@@ -431,8 +425,9 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
 
     thread = threading.Thread(target=lie)
     thread.start()
-    addresses = f"tcp://127.0.0.1:{port}", serve().server.address
-    client = connect(*addresses, top_k=4, max_length=100, request_timeout_s=2.0)
+    client = connect(
+        router.last_endpoint.decode(), serve().server.address, top_k=4, max_length=100, request_timeout_s=2.0
+    )
     try:
         client.connect(30)
         assert all_right([client.submit(a_score(i)) for i in range(6)])
@@ -442,7 +437,6 @@ def test_a_server_that_answers_nonsense_is_left_for_another(serve: Serve, connec
     finally:
         stop.set()
         thread.join(30)
-        context.destroy(linger=0)
 
 
 def test_closing_waits_for_nothing_and_fails_what_is_under_way(serve: Serve, connect: Connect) -> None:
@@ -470,21 +464,6 @@ def test_what_a_replica_says_besides_is_void_once_it_is_out(monkeypatch: pytest.
     assert handled == [b"first"]
 
 
-def test_a_replica_that_was_too_busy_costs_no_attempt() -> None:
-    """Or a request that it fails at later would have none left."""
-    pending = PendingRequest(1, a_score(), Future(), 0.0)
-    dispatcher: Any = object.__new__(Dispatcher)
-    dispatcher._retry_policy, dispatcher.counts = RetryPolicy(60.0, max_attempts=2, heartbeat_s=1.0), Counter()
-    dispatcher._pending, dispatcher._waiting = {1: pending}, []
-    replica: Any = SimpleNamespace(address="tcp://here", outstanding={}, abandoned={}, busy_until=0.0)
-    dispatcher.replicas = [replica]
-    for code in ("busy", "busy", "busy", "engine"):
-        replica.outstanding[1], pending.replica, pending.attempts = pending, replica, pending.attempts + 1
-        dispatcher._accept_error(replica, wire.Error(1, code, ""))
-        assert dispatcher._waiting.pop() is pending and not replica.outstanding
-    assert pending.attempts == dispatcher.counts["retried"] == 1 and not pending.future.done()
-
-
 def a_dispatcher(*pending: PendingRequest) -> Any:
     """One without sockets, which has these requests under way."""
     dispatcher: Any = object.__new__(Dispatcher)
@@ -506,6 +485,18 @@ def a_dispatcher(*pending: PendingRequest) -> Any:
         for name in "ab"
     ]
     return dispatcher
+
+
+def test_a_replica_that_was_too_busy_costs_no_attempt() -> None:
+    """Or a request that it fails at later would have none left."""
+    pending = PendingRequest(1, a_score(), Future(), 0.0)
+    dispatcher = a_dispatcher(pending)
+    replica = dispatcher.replicas[0]
+    for code in ("busy", "busy", "busy", "engine"):
+        replica.outstanding[1], pending.replica, pending.attempts = pending, replica, pending.attempts + 1
+        dispatcher._accept_error(replica, wire.Error(1, code, ""))
+        assert dispatcher._waiting.pop() is pending and not replica.outstanding
+    assert pending.attempts == dispatcher.counts["retried"] == 1 and not pending.future.done()
 
 
 def test_what_a_replica_did_not_answer_counts_as_its_load_until_it_answers_something() -> None:

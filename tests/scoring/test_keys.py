@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,8 @@ from gkd.config import Teacher
 from gkd.errors import ConfigError
 from gkd.inference.requests import ScorerUnavailable
 from gkd.scoring.address import Key, external_addresses, external_key, key_path
-from gkd.scoring.client import ScoringClient
-from tests.scoring.conftest import Running, a_score
+from tests.scoring.conftest import Connect, Serve, a_score
 from tests.scoring.table import expected
-
-Serve = Callable[..., Running]
-Connect = Callable[..., ScoringClient]
 
 
 def test_whoever_has_the_key_is_answered(serve: Serve, connect: Connect) -> None:

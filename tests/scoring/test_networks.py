@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gkd.errors import ConfigError
-from gkd.scoring.client import ScoringClient
 from gkd.scoring.replica import MISSED_BEATS, Replica
 from tests.ray.cluster.conftest import eventually
-from tests.scoring.conftest import Running, a_score
+from tests.scoring.conftest import Connect, Serve, a_score
 from tests.scoring.table import TableEngine, expected
 from tests.scoring.test_server import assert_same
 
-Serve = Callable[..., Running]
-Connect = Callable[..., ScoringClient]
 CHUNK = 1 << 16
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +18,13 @@ from gkd.errors import ConfigError
 from gkd.scoring.prompting import teacher_prompts
 from tests.data.models import TEMPLATE, word_tokenizer
 from tests.error_text import contains_in_order
-from tests.scoring.conftest import Running
+from tests.scoring.conftest import Serve
 from tests.scoring.table import KEY
 
 OTHER = (
     "{{ bos_token }} {% for m in messages %}b {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}c {% endif %}"
 )
-Serve = Callable[..., Running]
 
 
 def tokenizer(template: str | None = None, prepends: str = "", **special: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,29 +23,12 @@ from gkd.cluster.workers.activity import Activity
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.scoring import wire
-from gkd.scoring.address import secure_client
-from gkd.scoring.client import ScoringClient
 from gkd.scoring.clients import Clients
-from gkd.scoring.server import ScoringServer
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
 from tests.ray.cluster.conftest import eventually
-from tests.scoring.conftest import Running, a_score, greet
-from tests.scoring.table import FULL_VOCABULARY, KEY, POISON, VOCABULARY, TableEngine, expected, greedy
-
-Serve = Callable[..., Running]
-Connect = Callable[..., ScoringClient]
-
-
-@pytest.fixture
-def dealer() -> Iterator[zmq.Socket[bytes]]:
-    """A bare socket, to say what no client would."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, 60_000, 60_000
-    secure_client(socket, KEY)
-    yield socket
-    context.destroy(linger=0)
+from tests.scoring.conftest import Connect, Serve, a_score, greet
+from tests.scoring.table import FULL_VOCABULARY, POISON, VOCABULARY, TableEngine, expected, greedy
 
 
 def assert_same(actual: Target, expected: Target) -> None:
@@ -239,14 +222,14 @@ def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect:
     running = serve(TableEngine(delay_s=60.0))
     slow = connect(running.server.address, request_timeout_s=60.0).submit(a_score())
     time.sleep(0.2)
-    dealer.connect(running.server.address)
+    socket = dealer(running.server.address)
     for body, answer in [
         (wire.Ping(), wire.Pong("", 0)),  # as to a client whose connection broke and came back
         (wire.Hello(wire.PROTOCOL), running.server._frontend._welcome()),
         (wire.Ping(), wire.Pong(running.server._frontend.session, 0)),
     ]:
-        dealer.send(wire.encode(body))
-        assert wire.decode(dealer.recv())[0] == answer
+        socket.send(wire.encode(body))
+        assert wire.decode(socket.recv())[0] == answer
     assert not slow.done()
     running.engine.hurry.set()
     slow.result(30)
@@ -256,13 +239,13 @@ def test_an_expired_request_is_answered_without_work(serve: Serve, connect: Conn
     running = serve(TableEngine(delay_s=60.0, capacity=1))
     busy = connect(running.server.address, request_timeout_s=60.0).submit(a_score())
     assert eventually(lambda: running.server.progress()[1] == 1)
-    dealer.connect(running.server.address)
-    greet(dealer)
-    dealer.send(wire.encode_request(7, 0.05, a_score()))
+    socket = dealer(running.server.address)
+    greet(socket)
+    socket.send(wire.encode_request(7, 0.05, a_score()))
     assert eventually(lambda: running.server._frontend._clients._order)  # its time has begun
     time.sleep(0.2)
     running.engine.hurry.set()
-    body, _ = wire.decode(dealer.recv())
+    body, _ = wire.decode(socket.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (7, "expired")
     busy.result(30)
     assert running.engine.worked_on == 1
@@ -312,7 +295,7 @@ def test_stopping_refuses_what_is_unfinished_and_frees_the_port(
     futures[0].result(30)
     with pytest.raises(RunFailed, match="is stopping"):
         futures[3].result(30)
-    again = serve(port=int(running.server.address.rsplit(":", 1)[1]))
+    again = serve(port=running.port)
     assert again.server.address == running.server.address
 
 
@@ -328,15 +311,15 @@ def test_a_server_whose_clients_have_left_waits_for_nobody(
 
 
 def test_a_port_in_use_is_named(serve: Serve) -> None:
-    address = serve().server.address
-    with pytest.raises(ConfigError, match=f"{address}: Address already"):
-        ScoringServer(TableEngine(), "hash", "127.0.0.1", int(address.rsplit(":", 1)[1]), KEY)
+    running = serve()
+    with pytest.raises(ConfigError, match=f"{running.server.address}: Address already"):
+        serve(port=running.port)
 
 
 def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, dealer: Any) -> None:
     running = serve(TableEngine(max_length=8, poison=None))
-    dealer.connect(running.server.address)
-    greet(dealer)
+    socket = dealer(running.server.address)
+    greet(socket)
     client = connect(running.server.address)
     client.connect(30)
     real = wire.encode_request(1, 1.0, a_score(n_prompt=2, n_response=3))
@@ -359,15 +342,15 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
     )
     @given(st.binary(max_size=40) | framed | damaged)
     def send(frame: bytes) -> None:
-        dealer.send(frame)
+        socket.send(frame)
         assert running.thread.is_alive()
 
     send()
     # Messages of one connection are answered in order, so this answer is the last.
-    dealer.send(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
+    socket.send(wire.encode_request(10**9, 1.0, a_score(n_prompt=9)))
     last: list[wire.Message] = []
     while not any(isinstance(body, wire.Error) and body.id == 10**9 for body in last):
-        last = [wire.decode(frame)[0] for frame in wire.unpack(dealer.recv())]
+        last = [wire.decode(frame)[0] for frame in wire.unpack(socket.recv())]
     assert_same(
         client.submit(a_score(n_prompt=3, n_response=5)).result(30), expected(a_score(n_prompt=3, n_response=5))
     )
@@ -376,9 +359,9 @@ def test_arbitrary_bytes_never_crash_the_server(serve: Serve, connect: Connect, 
 
 
 def test_a_message_that_cannot_be_read_is_answered(serve: Serve, dealer: Any) -> None:
-    dealer.connect(serve().server.address)
-    dealer.send(b"\x00garbage")
-    body, _ = wire.decode(dealer.recv())
+    socket = dealer(serve().server.address)
+    socket.send(b"\x00garbage")
+    body, _ = wire.decode(socket.recv())
     assert isinstance(body, wire.Error) and (body.id, body.code) == (None, "bad_request")
 
 

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from gkd.scoring import wire
-from tests.scoring.conftest import Process, a_score, greet
-from tests.scoring.test_client_limits import MIB, Connect, answers, served_for
+from tests.scoring.conftest import Connect, Process, a_score, greet
+from tests.scoring.test_client_limits import MIB, answers, served_for
 
 
 @pytest.fixture(scope="module")

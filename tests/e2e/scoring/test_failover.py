@@ -9,9 +9,8 @@ import pytest
 
 from gkd.inference.requests import ScorerUnavailable
 from tests.e2e.on_a_cluster.conftest import free_port
-from tests.scoring.conftest import a_score
-from tests.scoring.test_client_limits import wait_for
-from tests.scoring.test_failover import Connect, Serve, Spawn, all_right
+from tests.ray.cluster.conftest import eventually
+from tests.scoring.conftest import Connect, Serve, Spawn, a_score, all_right
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -32,7 +31,7 @@ def test_a_replica_that_is_killed_is_missed_at_once(spawn: Spawn, serve: Serve, 
     client = connect(lost.address, other.server.address, request_timeout_s=600.0, heartbeat_s=600.0)
     client.connect(30)
     futures = [client.submit(a_score(i)) for i in range(10)]
-    wait_for(lambda: all(future.done() for future in futures[1::2]))
+    assert eventually(lambda: all(future.done() for future in futures[1::2]))
     lost.kill()
     assert all_right(futures, 60.0)
 
@@ -54,7 +53,7 @@ def test_a_stopped_server_that_goes_on_is_used_again(spawn: Spawn, connect: Conn
     client.connect(30)
     server.signal(signal.SIGSTOP)
     futures = [client.submit(a_score(i)) for i in range(5)]
-    wait_for(lambda: client.counts.get("lost", 0) == 1)
+    assert eventually(lambda: client.counts.get("lost", 0) == 1)
     assert not any(f.done() for f in futures)
     server.signal(signal.SIGCONT)
     assert all_right(futures)
