@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,9 @@ from gkd.inference.classifier import Classifier
 from gkd.inference.engine import EngineSpec
 from gkd.inference.requests import RateRequest, ScoreRequest, ScorerRejected
 from gkd.rollout.pipeline import reward_model_ids
-from gkd.scoring.client import ScoringClient
-from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt
 from tests.data.models import TEMPLATE, word_tokenizer
-from tests.scoring.table import KEY
+from tests.scoring.conftest import Connect, Serve
 
 VOCABULARY = 24
 
@@ -67,27 +64,18 @@ def test_a_batch_in_which_every_id_occurs(engine: Classifier, path: Path) -> Non
     assert ratings == pytest.approx([expected(path, ids) for ids in every], abs=1e-5)
 
 
-def test_over_the_wire(engine: Classifier, path: Path) -> None:
-    server, stop = ScoringServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    client = ScoringClient([server.address], "hash", key=KEY, request_timeout_s=20)
-    try:
-        client.connect()
-        futures = [client.submit(RateRequest(np.array(ids, np.int32))) for ids in SEQUENCES]
-        assert [f.result(20) for f in futures] == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
-        for request, reason in (
-            (ScoreRequest(np.array([3, 4], np.int32), ((1, 2),), 0), "is a reward model"),
-            (RateRequest(np.zeros(33, np.int32)), "33 tokens"),
-            (RateRequest(np.array([99], np.int32)), "token 99"),
-            (RateRequest(np.zeros(0, np.int32)), "nothing to rate"),
-        ):
-            with pytest.raises(ScorerRejected, match=reason):
-                client.submit(request).result(20)
-    finally:
-        client.close()
-        stop.set()
-        thread.join(60)
+def test_over_the_wire(engine: Classifier, path: Path, serve: Serve, connect: Connect) -> None:
+    client = connect(serve(engine).server.address)
+    futures = [client.submit(RateRequest(np.array(ids, np.int32))) for ids in SEQUENCES]
+    assert [f.result(20) for f in futures] == pytest.approx([expected(path, ids) for ids in SEQUENCES], abs=1e-5)
+    for request, reason in (
+        (ScoreRequest(np.array([3, 4], np.int32), ((1, 2),), 0), "is a reward model"),
+        (RateRequest(np.zeros(33, np.int32)), "33 tokens"),
+        (RateRequest(np.array([99], np.int32)), "token 99"),
+        (RateRequest(np.zeros(0, np.int32)), "nothing to rate"),
+    ):
+        with pytest.raises(ScorerRejected, match=reason):
+            client.submit(request).result(20)
 
 
 def test_what_is_put_before_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,13 @@ from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, Sco
 from gkd.inference.torch_scorer import TorchScorer
 from gkd.modeling.backbone import is_packed
 from gkd.modeling.linear import PackedLinear
-from gkd.scoring.client import ScoringClient
-from gkd.scoring.server import ScoringServer
 from gkd.scoring.worker import ScorerSpec, ScoringWorker
 from gkd.types import Int32, Target
 from tests.actor.test_families import PADDED
 from tests.families import EOS, N_TOKENS, SHAPE, make
+from tests.scoring.conftest import Connect, Serve
 from tests.scoring.table import FULL_VOCABULARY, KEY
-from tests.vllm.inference.test_scoring import a_request, check
+from tests.vllm.inference.test_scoring import a_request, check, check_tails
 
 # Packed and padded, tied and scaled heads, experts, windows, learned positions, states.
 KINDS = ("qwen2 tied", "mistral", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "granite", "deepseek_v3", "falcon_h1")
@@ -81,19 +79,8 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert is_packed(engine.model) == (family not in PADDED)
 
 
-def test_tails_are_those_of_the_whole_row_however_small(engine: TorchScorer, llama: tuple[Path, Any]) -> None:
-    requests = [a_request(4, 60, 16, t, v, i) for t in (0.08, 0.15, 1.0) for i, v in ((1, None), (2, 90))]
-    exact, seen = make("llama", 0).double(), []
-    for request, target in zip(requests, run(engine, requests), strict=True):
-        ((start, stop),) = request.spans
-        with torch.no_grad():
-            logits = exact(torch.tensor(request.token_ids.astype(np.int64))[None]).logits[0, start - 1 : stop - 1]
-        p = torch.softmax(logits[:, : request.vocabulary] / request.temperature, -1).numpy()
-        np.put_along_axis(p, target.ids, 0.0, -1)
-        np.testing.assert_allclose(np.exp(target.tail_logprobs.astype(float)), p.sum(-1), rtol=1e-3)
-        seen += p.sum(-1).tolist()
-    assert sum(tail < 1e-6 for tail in seen) > 20
-    assert all(run(engine, [a_request(4, 9, k)])[0].tail_logprobs is None for k in (0, FULL_VOCABULARY))
+def test_tails_are_those_of_the_whole_row_however_small(engine: TorchScorer) -> None:
+    check_tails(lambda requests: run(engine, requests), make("llama", 0))
 
 
 def same(a: Target, b: Target) -> bool:
@@ -172,19 +159,10 @@ def test_prompts_that_fit_one_by_one_are_not_continued_past_the_positions_togeth
         assert answer.tolist() == greedy(model, prompt.prompt_ids, prompt.max_tokens)
 
 
-def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any]) -> None:
-    server, stop = ScoringServer(engine, "hash", "127.0.0.1", 0, KEY), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    client = ScoringClient([server.address], "hash", FULL_VOCABULARY, key=KEY, max_length=128)
-    client.connect(30)
-    try:
-        for request, future in [(r, client.submit(r)) for r in mixed() * 4]:
-            check(request, future.result(30), llama[1])
-    finally:
-        client.close()
-        stop.set()
-        thread.join(60)
+def test_a_client_is_served(engine: TorchScorer, llama: tuple[Path, Any], serve: Serve, connect: Connect) -> None:
+    client = connect(serve(engine).server.address, top_k=FULL_VOCABULARY, max_length=128)
+    for request, future in [(r, client.submit(r)) for r in mixed() * 4]:
+        check(request, future.result(30), llama[1])
 
 
 @pytest.mark.parametrize("settings", [Teacher, Reference])
@@ -194,7 +172,7 @@ def test_errors_name_the_model_and_its_section(
 ) -> None:
     section, at = name.partition(":")[0], str(llama[0])
     long = EngineSpec(name, at, INFO, settings(max_model_len=500), "cpu", "float32")
-    with pytest.raises(ConfigError, match=rf"^{section}\.max_model_len=500: .*\b{name}\b"):
+    with pytest.raises(ConfigError, match=rf"^{section}\.max_model_len=500: .*\b{name}\b.*\b128 positions"):
         TorchScorer(long)
     with pytest.raises(RunFailed, match=rf"\b{name}\b.*{tmp_path}"):
         TorchScorer(replace(long, settings=settings(), model_path=str(tmp_path)))
@@ -206,10 +184,6 @@ def test_errors_name_the_model_and_its_section(
 
 
 def test_a_model_that_cannot_score_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"teacher\.max_model_len=500: .*\b128 positions"):
-        TorchScorer(spec_of(llama[0], max_model_len=500))
-    with pytest.raises(RunFailed, match=f"engine .*{tmp_path}"):
-        TorchScorer(spec_of(tmp_path))
     from safetensors.torch import load_file, save_file
 
     llama[1].save_pretrained(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,11 @@ from gkd.inference.requests import ScoreRequest, ScorerRejected
 from gkd.rewards.completion import Completion
 from gkd.rollout.pipeline import ScoringPipeline
 from gkd.scoring.client import ScoringClient
-from gkd.scoring.server import ScoringServer
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, Scoring, VersionSpan
 from tests.data.models import word_tokenizer
 from tests.error_text import contains_in_order
-from tests.scoring.table import KEY, VOCABULARY, TableEngine, expected
+from tests.scoring.conftest import Serve
+from tests.scoring.table import KEY, VOCABULARY, expected
 
 SPANS = ((3, 5), (8, 9), (11, 16))
 
@@ -33,23 +32,16 @@ def delivered() -> queue.Queue[Any]:
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, delivered: queue.Queue[Any]) -> Iterator[ScoringPipeline]:
+def pipeline(tmp_path: Path, delivered: queue.Queue[Any], serve: Serve) -> Iterator[ScoringPipeline]:
     """One that is connected to a teacher and a reference."""
     word_tokenizer().save_pretrained(tmp_path)
-    stop, threads, arguments = threading.Event(), [], {}
-    for name in ("teacher", "reference"):
-        server = ScoringServer(TableEngine(), "hash", "127.0.0.1", 0, KEY)
-        threads.append(threading.Thread(target=server.serve, args=(stop,)))
-        threads[-1].start()
-        arguments[name] = {"addresses": [server.address], "tokenizer_hash": "hash", "key": KEY, "scorer": name}
     made = ScoringPipeline(Config(), str(tmp_path), 2, delivered.put)
-    made.connect(arguments)
+    made.connect({
+        name: {"addresses": [serve().server.address], "tokenizer_hash": "hash", "key": KEY, "scorer": name}
+        for name in ("teacher", "reference")
+    })  # fmt: skip
     yield made
     made.close()
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def sample(scoring: Scoring, teacher_ids: list[int] | None = None) -> Sample:
