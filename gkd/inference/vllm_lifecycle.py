@@ -11,7 +11,7 @@ import multiprocessing.connection
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gkd.config.device import GIB, Device
 from gkd.errors import RemoteError, RunFailed
@@ -21,33 +21,23 @@ from gkd.inference.vllm_environment import compile_apart, find_session_directory
 if TYPE_CHECKING:
     from vllm import LLM
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-
 LEAST_SHARE = 0.01
 ENDS_WITHIN_S = 2.0
 """A process whose connections broke is found to have ended within this time."""
 
 
-def engine_arguments(
-    spec: EngineSpec,
-    *,
-    max_model_len: int | None = None,
-    logprobs_mode: LogprobsMode = "raw_logprobs",
-    seeded: bool = False,
-    with_tokenizer: bool = False,
-) -> dict[str, Any]:
+def engine_arguments(spec: EngineSpec, max_model_len: int | None = None, samples: bool = False) -> dict[str, Any]:
     """Return keyword arguments of ``vllm.LLM`` for the engine with ``spec``.
 
-    Prompts go in and come out as token ids, so no tokenizer is loaded, except ``with_tokenizer``. ``max_model_len``
-    None is the model's own length, or as much of it as the key-value cache takes. ``logprobs_mode``
-    "processed_logprobs" are those of the distribution that was sampled from (temperature, penalty and truncation
-    applied), "raw_logprobs" the model's. Any number of log-probabilities may be requested. ``seeded``: requests carry
-    seeds.
+    Prompts go in and come out as token ids, so a tokenizer is loaded only to find the texts that end a response.
+    ``max_model_len`` None is the model's own length, or as much of it as the key-value cache takes. Any number of
+    log-probabilities may be requested: of an engine that ``samples``, whose requests carry seeds, those of the
+    distribution that is sampled from (temperature, penalty and truncation applied), of others the model's.
     """
     settings, on_cpu, batched_tokens = spec.settings, spec.device == "cpu", spec.max_num_batched_tokens
     arguments: dict[str, Any] = {
         "model": spec.model_path,
-        "skip_tokenizer_init": not with_tokenizer,
+        "skip_tokenizer_init": not spec.stops,
         # What prepares images needs a tokenizer; without images their tower is neither built nor counted.
         "language_model_only": True,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -56,7 +46,7 @@ def engine_arguments(
         "max_model_len": -1 if max_model_len is None else max_model_len,
         "max_num_seqs": settings.slots,
         "max_logprobs": -1,
-        "logprobs_mode": logprobs_mode,
+        "logprobs_mode": "processed_logprobs" if samples else "raw_logprobs",
         # States are cached at chunks' ends alone, and prompts that are sampled from are not chunked.
         "enable_prefix_caching": not spec.model.stateful,
         "enforce_eager": settings.enforce_eager or on_cpu,
@@ -70,7 +60,7 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = True
     if batched_tokens is not None:
         arguments["max_num_batched_tokens"] = batched_tokens
-    if seeded and on_cpu:
+    if samples and on_cpu:
         # Rewinding a request's generator after a part of its prompt is something only CUDA generators can do.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(max_model_len or 0, batched_tokens or 4096)

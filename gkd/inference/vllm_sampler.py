@@ -195,13 +195,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return arguments of vLLM's engine; makes the weight backends known to this process."""
     from gkd.weights import vllm_plugin
 
-    arguments = engine_arguments(
-        spec,
-        max_model_len=spec.max_length,
-        logprobs_mode="processed_logprobs",
-        seeded=True,
-        with_tokenizer=bool(spec.stops),  # which finds the texts that end a response
-    )
+    arguments = engine_arguments(spec, spec.max_length, samples=True)
     weights = spec.weights
     if spec.device == "cuda" and not (weights and passes_worker(weights.transfer_class, weights.adapter_only)):
         # What vLLM's scheduler and its model runner do on the host between two passes is beside each other then.

@@ -66,7 +66,7 @@ def scoring_arguments(spec: EngineSpec) -> dict[str, Any]:
         spec = replace(
             spec, max_num_batched_tokens=VLLMScorer.batched_tokens(spec.model.vocabulary, spec.settings, spec.device)
         )
-    arguments = engine_arguments(spec, max_model_len=None if longest is None else longest + 1)
+    arguments = engine_arguments(spec, None if longest is None else longest + 1)
     name: str | None = spec.settings.quantization
     return arguments if name is None else {**arguments, "quantization": name}
 
