@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gkd.config.device import EngineLoad
 from gkd.inference.decoding import pad
 from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.inference.requests import RateRequest
@@ -29,6 +30,15 @@ class Classifier(ModuleEngine[RateRequest, float]):
         longest, positions = spec.settings.max_model_len, spec.model.positions
         self.limits = spec.limits(longest if positions is None else min(longest, positions), rates=True)
         self._waiting: deque[tuple[int, RateRequest]] = deque()
+
+    @classmethod
+    def memory(cls, load: EngineLoad) -> dict[str, float]:
+        """Count a forward pass of as many sequences as run at a time; the head is left out, for one output instead."""
+        n_parameters = load.n_parameters - (0 if load.tied else load.head)
+        return {
+            "weights": float(load.dtype_bytes * n_parameters),
+            "activations": float(load.n_sequences * load.longest * load.pass_bytes),
+        }
 
     def add(self, key: int, request: RateRequest) -> None:
         """Queue a request that passed ``limits.check``."""

@@ -15,7 +15,7 @@ from gkd.cluster import host
 from gkd.cluster.gpu import read_first_usable
 from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
 from gkd.cluster.workers.environment import threads_for
-from gkd.config import Config, Engine, Plan, Rollout, Scorer, suggest
+from gkd.config import Config, Engine, Plan, RewardModel, Rollout, Scorer, suggest
 from gkd.config.device import GB, GIB, Device
 from gkd.config.top_k import required_top_k
 from gkd.data.task import require_teacher, task_of
@@ -246,14 +246,14 @@ class Layout:
         return Workload(prompts * config.rollout.n, prompts, prompt, response, longest, top_k)
 
 
-def engine_class(engine: Engine, shape: ModelShape) -> Any:
+def engine_class(engine: Engine | RewardModel, shape: ModelShape) -> Any:
     """Return the class of the engines of a pool that run such a model; it states what they can do and take.
 
     See :class:`gkd.inference.engine.InferenceEngine`.
     """
     if isinstance(engine, Scorer):
         return engine.registry.load(engine.engine_for(lambda: shape.is_dense))
-    assert isinstance(engine, Rollout), "a pool of engines samples or scores"
+    assert isinstance(engine, Rollout | RewardModel), "a pool of engines samples, scores or rates"
     return engine.engine_class
 
 

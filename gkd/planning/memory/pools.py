@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from gkd.config import TRANSFERS, Engine, Pool, Scorer
+from gkd.config import TRANSFERS, Engine, Pool, RewardModel, Rollout, Scorer
 from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, RESULT_ENTRY_BYTES, EngineLoad
 from gkd.errors import ConfigError, one_line
@@ -73,9 +73,8 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
     """Return the memory of a group with this pool, on GPUs of its own."""
     if group == "actor":
         return _actor_memory(layout, pool)
-    if not isinstance(pool, Engine):
-        return _reward_model_memory(layout, pool)
-    if not engine_class(pool, layout.models.shape_of(group)).managed_memory:
+    assert isinstance(pool, Rollout | Scorer | RewardModel), "other pools have engines"
+    if isinstance(pool, RewardModel) or not engine_class(pool, layout.models.shape_of(group)).managed_memory:
         return _unmanaged_memory(layout, group, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
 
@@ -116,18 +115,6 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
         copy = checkpoint_bytes(shape, training)
         notes.append(f"{copy / GB:.1f} GB of the host's memory for each rank while a checkpoint is written")
     return GroupMemory("actor", world, items | overhead, layout.hardware.memory, "", tuple(notes), host)
-
-
-def _reward_model_memory(layout: Layout, pool: Pool) -> GroupMemory:
-    """Count the weights, and a forward pass of as many sequences as run at a time (gkd.inference.classifier)."""
-    shape, c, settings = layout.models.shape_of("reward_model"), layout.compute_bytes, layout.config.reward_model
-    tokens = settings.max_num_seqs * min(settings.max_model_len, layout.workload.longest)
-    items = {
-        "weights": float(c * (shape.n_parameters - (0 if shape.tied else shape.head))),  # it has one output instead
-        "activations": float(_pass_bytes(shape, tokens, c)),
-        "process": ACTOR_PROCESS if layout.hardware.is_cpu else CONTEXT,
-    }
-    return GroupMemory("reward_model", pool.n_workers, items, layout.hardware.memory)
 
 
 def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
@@ -223,10 +210,11 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 
 
-def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
+def _unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer | RewardModel) -> GroupMemory:
     """Return what the class of the engines counts, and the process."""
-    shape, workload, is_scorer = layout.models.shape_of(group), layout.workload, isinstance(engine, Scorer)
-    cached = shape.windows.mean_context(workload.longest, shape.n_layers)
+    shape, workload = layout.models.shape_of(group), layout.workload
+    longest = min(engine.max_model_len, workload.longest) if isinstance(engine, RewardModel) else workload.longest
+    cached = shape.windows.mean_context(longest, shape.n_layers)
     load = EngineLoad(
         device=layout.device,
         n_parameters=shape.n_parameters,
@@ -235,14 +223,14 @@ def _unmanaged_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory
         hidden=shape.hidden,
         vocabulary=shape.vocabulary,
         dtype_bytes=layout.compute_bytes,
-        kv_bytes=math.ceil(kv_bytes(shape, 1, layout.compute_bytes) * cached / workload.longest),
-        pass_bytes=_pass_bytes(shape, 1, layout.compute_bytes),
-        n_sequences=engine.slots if is_scorer else min(engine.slots, workload.samples),
-        longest=workload.longest,
+        kv_bytes=math.ceil(kv_bytes(shape, 1, layout.compute_bytes) * cached / longest),
+        pass_bytes=_pass_bytes(shape, layout.compute_bytes),
+        n_sequences=min(engine.slots, workload.samples) if isinstance(engine, Rollout) else engine.max_num_seqs,
+        longest=longest,
         scored=workload.response / workload.length,
         top_k=_largest_top_k(layout, group, shape),
     )
-    on_cpu = ACTOR_PROCESS if is_scorer else ENGINE_PROCESS
+    on_cpu = ENGINE_PROCESS if isinstance(engine, Rollout) else ACTOR_PROCESS
     kind = engine_class(engine, shape)
     counted = kind.memory(load)  # of a class of the user's, anything
     if not _is_bytes_by_item(counted):
@@ -261,9 +249,9 @@ def _is_bytes_by_item(counted: Any) -> bool:
     )
 
 
-def _pass_bytes(shape: ModelShape, tokens: int, c: int) -> int:
-    """Return the bytes of activations of a forward pass that keeps none: of a feed-forward part, or of attention."""
-    return tokens * c * max(4 * shape.hidden + 3 * shape.widest_mlp, 10 * shape.hidden)
+def _pass_bytes(shape: ModelShape, c: int) -> int:
+    """Return the bytes of a token in a forward pass that keeps no activations: in a feed-forward part or attention."""
+    return c * max(4 * shape.hidden + 3 * shape.widest_mlp, 10 * shape.hidden)
 
 
 def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:

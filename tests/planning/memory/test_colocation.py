@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from gkd.config import Lora
+from gkd.config.device import EngineLoad
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.inference.classifier import Classifier
@@ -82,6 +83,22 @@ def test_a_reward_model_is_near_the_measured_peak(
         measured.count(engine.model.parameters())
         engine.rate([np.full(length, 1 + i, np.int32) for i in range(n)])
     assert items["weights"] + items["activations"] == pytest.approx(measured.peak, rel=0.15)
+
+
+class OwnRater(Classifier):
+    """What rates in a run of one's own, and states what it takes."""
+
+    @classmethod
+    def memory(cls, load: EngineLoad) -> dict[str, float]:
+        return {"tables": 1e9 + load.n_sequences * load.longest}
+
+
+def test_an_engine_of_ones_own_that_rates_is_counted_as_it_states(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=128, num_attention_heads=4, vocab_size=500, num_labels=1).save_pretrained(tmp_path)
+    own = ("reward.functions=[reward_model]", f"reward_model.model.path={tmp_path}", "reward_model.max_num_seqs=3",
+           "reward_model.max_model_len=50", f"reward_model.engine={__name__}:OwnRater")  # fmt: skip
+    items = planned(*own)["reward_model"].items
+    assert items["tables"] == 1e9 + 3 * 50 and "weights" not in items
 
 
 @pytest.mark.parametrize(("width", "layers", "vocabulary", "k"), [(128, 2, 4000, 64), (768, 4, 500, 500)])
