@@ -325,14 +325,14 @@ def decode_request(body: AnyRequest, arrays: Sequence[Array]) -> requests.Reques
 
 def encode_answer(id: int, answer: requests.ScorerAnswer) -> bytes:
     """Encode the answer to request ``id`` as one frame."""
-    if isinstance(answer, float):
-        return encode(RateReply(id, answer))
     if isinstance(answer, Target):
         tails = np.zeros(0, np.float32) if answer.tail_logprobs is None else answer.tail_logprobs
         return encode(
             ScoreReply(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs, tails
         )
-    return encode(GenerateReply(id), answer)
+    if isinstance(answer, np.ndarray):
+        return encode(GenerateReply(id), answer)
+    return encode(RateReply(id, float(answer)))  # numpy's and torch's numbers as well
 
 
 def decode_target(body: ScoreReply, arrays: Sequence[Array]) -> Target:

@@ -109,6 +109,12 @@ def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int
     np.testing.assert_array_equal(response, prompt)
 
 
+@pytest.mark.parametrize("rating", [0.5, 2, np.float32(0.5), np.int64(2)], ids=lambda rating: type(rating).__name__)
+def test_a_rating_may_be_any_kind_of_number(rating: Any) -> None:
+    """As an engine of one's own has them from its model."""
+    assert wire.decode(wire.encode_answer(7, rating)) == (wire.RateReply(7, float(rating)), [])
+
+
 @patient
 @given(st.lists(messages, max_size=9), st.integers(0, 300))
 def test_messages_that_go_together_come_back_in_their_order(sent: list[wire.Message], most: int) -> None:
