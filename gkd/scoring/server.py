@@ -13,7 +13,7 @@ from typing import Any
 
 from gkd.cluster.workers.activity import HERE
 from gkd.data.rendering import Rendering
-from gkd.errors import RunFailed, describe_error
+from gkd.errors import RunFailed, describe_error, one_line
 from gkd.inference.engine import InferenceEngine
 from gkd.inference.requests import ErrorCode, RequestRejected
 from gkd.scoring import wire
@@ -160,7 +160,10 @@ class ScoringServer:
         for job in self._take():
             key = next(self._keys)
             self._jobs[key] = job
-            self._engine.add(key, job.request)
+            try:
+                self._engine.add(key, job.request)
+            except ValueError as error:
+                self._frontend.reject(self._jobs.pop(key), "bad_request", one_line(error))
         HERE.switch("score" if self._jobs else None)
         if not self._jobs:
             return

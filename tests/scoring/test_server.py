@@ -218,6 +218,24 @@ def test_a_sample_that_cannot_be_scored_is_refused_and_the_server_lives_on(
     assert running.server.counts[code] == 1
 
 
+def test_what_an_engine_cannot_serve_is_refused_and_the_server_lives_on(serve: Serve, connect: Connect) -> None:
+    """As InferenceEngine.add states it: an engine of one's own may have limits that Limits do not know."""
+
+    class Engine(TableEngine):
+        def add(self, key: int, request: Any) -> None:
+            if request.token_ids[0] == POISON:
+                raise ValueError(f"token {POISON} comes first")
+            super().add(key, request)
+
+    running = serve(Engine())
+    client = connect(running.server.address)
+    with pytest.raises(ScorerRejected, match=f"token {POISON}") as rejected:
+        client.submit(ScoreRequest(np.array([POISON, 1], np.int32), ((1, 2),), 1)).result(30)
+    assert rejected.value.code == "bad_request"
+    assert_same(client.submit(a_score()).result(30), expected(a_score()))
+    assert running.server.progress()[1] == 0 and running.engine.worked_on == 1
+
+
 def test_a_heartbeat_is_answered_while_the_engine_is_busy(serve: Serve, connect: Connect, dealer: Any) -> None:
     running = serve(TableEngine(delay_s=60.0))
     slow = connect(running.server.address, request_timeout_s=60.0).submit(a_score())
