@@ -84,7 +84,7 @@ class ActorGroup(ActorRanks):
     def _submit_chunks(self, first: int) -> list[PendingCall]:
         """Submit all chunks from number ``first`` on, in one call of each rank: between two calls a rank is idle."""
         chunks = self._chunks[first:]
-        parts = [self._weighted_shares(chunk) for chunk in chunks]
+        parts = [self._weighted_shares(chunk, chunk_weights) for chunk in chunks]
         activity = f"accumulating chunks {first + 1} to {len(self._chunks)} of a batch"
         calls = []
         if self._is_own_reference:
@@ -98,12 +98,13 @@ class ActorGroup(ActorRanks):
         calls.append(self.group.submit_each("trainer.accumulate_chunks", by_rank, activity=activity))
         return calls
 
-    def _weighted_shares(self, chunk: Sequence[TrainingSample]) -> list[tuple[list[TrainingSample], list[float]]]:
-        """Return each rank's samples of a chunk, and their weights."""
-        lengths, in_loss = [sample.n_sampled for sample in chunk], [sample.in_loss for sample in chunk]
-        limit = self.config.rollout.max_response_length
-        weights = chunk_weights(lengths, in_loss, self.config.algorithm.aggregation, limit)
-        return [([chunk[i] for i in share], [weights[i] for i in share]) for share in self._shares(chunk)]
+    def _weighted_shares(
+        self, samples: Sequence[TrainingSample], weigh: Callable[..., list[float]]
+    ) -> list[tuple[list[TrainingSample], list[float]]]:
+        """Return each rank's share of ``samples``, and what :mod:`gkd.algorithms.aggregation` weighs their tokens."""
+        lengths, in_loss = [sample.n_sampled for sample in samples], [sample.in_loss for sample in samples]
+        weights = weigh(lengths, in_loss, self.config.algorithm.aggregation, self.config.rollout.max_response_length)
+        return [([samples[i] for i in share], [weights[i] for i in share]) for share in self._shares(samples)]
 
     def apply(self, step: int) -> dict[str, float]:
         """Do one optimizer step on the chunks given to :meth:`accumulate`; returns the metrics of all together.
@@ -183,14 +184,8 @@ class ActorGroup(ActorRanks):
     def _run(self, method: str, samples: Sequence[TrainingSample], *further: Any) -> dict[str, float]:
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
         self.wait_for_chunks()  # a rank whose memory ran out in them would keep the others waiting
-        lengths = [sample.n_sampled for sample in samples]
-        in_loss = [sample.in_loss for sample in samples]
-        limit = self.config.rollout.max_response_length
-        weights = token_weights(lengths, in_loss, self.config.algorithm.aggregation, limit)
-        args = [
-            ([samples[i] for i in share], [weights[i] for i in share], sum(lengths), *further)
-            for share in self._shares(samples)
-        ]
+        n_positions = sum(sample.n_sampled for sample in samples)
+        args = [(*share, n_positions, *further) for share in self._weighted_shares(samples, token_weights)]
         metrics: dict[str, float] = self._call(method, args)[0]
         return metrics
 

@@ -23,8 +23,23 @@ def token_weights(
     are left out. Since each token's weight is settled here, for the whole batch, the gradient is the same however the
     batch is cut into ranks and micro-batches.
     """
-    n_samples = len(lengths)
     n_tokens = sum(length for length, keep in zip(lengths, kept, strict=True) if keep)
+    return chunk_weights(lengths, kept, aggregation, max_tokens, len(lengths), n_tokens)
+
+
+def chunk_weights(
+    lengths: Sequence[int],
+    kept: Sequence[bool],
+    aggregation: Aggregation,
+    max_tokens: int,
+    n_samples: int = 1,
+    n_tokens: int = 1,
+) -> list[float]:
+    """Return :func:`token_weights` of a chunk of a batch, which has ``n_samples`` and ``n_tokens`` that are kept.
+
+    Without these, as long as no more of the batch is known, but for a factor: :attr:`Totals.scale`. ``lengths``,
+    ``kept`` [S] are the chunk's.
+    """
 
     def weight(length: int) -> float:
         match aggregation:
@@ -34,26 +49,6 @@ def token_weights(
                 return 1 / (n_samples * length)
             case "constant":
                 return 1 / (n_samples * max_tokens)
-
-    return [weight(length) if keep and length else 0.0 for length, keep in zip(lengths, kept, strict=True)]
-
-
-def chunk_weights(
-    lengths: Sequence[int], kept: Sequence[bool], aggregation: Aggregation, max_tokens: int
-) -> list[float]:
-    """Return :func:`token_weights` but for a factor that depends on the rest of the batch, :attr:`Totals.scale`.
-
-    ``lengths``, ``kept`` [S]: of a chunk of the batch, of which no more is known yet.
-    """
-
-    def weight(length: int) -> float:
-        match aggregation:
-            case "token_mean":
-                return 1.0
-            case "sequence_mean":
-                return 1 / length
-            case "constant":
-                return 1 / max_tokens
 
     return [weight(length) if keep and length else 0.0 for length, keep in zip(lengths, kept, strict=True)]
 
