@@ -52,7 +52,7 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
         if algorithm.needs_policy:
             values |= policy.values_at(logits, start, micro, rollout)
         if algorithm.is_supervised:
-            values |= policy.plain_values_at(logits, start, micro)
+            values |= policy.values_at(logits, start, micro)
             values["supervised"] = -values["token_logprobs"]
         elif algorithm.supervised_weight:
             values["supervised"] = -policy.token_logprobs(logits, start, micro)

@@ -16,59 +16,34 @@ from gkd.losses.surrogate import Surrogate
 from gkd.losses.truncation import apply_presence_penalty, log_mass, truncates
 
 
-def values_at(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Values:
+def values_at(
+    logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None, with_entropy: bool = True
+) -> Values:
     """Compute the response tokens' log-probabilities, differentiable, and the entropy of each position, detached.
 
-    logits [n, V] of the positions from ``start`` on. The log-probabilities are of the distribution that was sampled
-    from (:func:`token_logprobs`), the entropies of softmax(logits / ``rollout.temperature``).
+    logits [n, V] of the positions from ``start`` on; both are [n]. With ``rollout``, the log-probabilities are of the
+    distribution that was sampled from: softmax(logits / temperature), after the presence penalty and normalised over
+    the tokens that its truncation leaves (:mod:`gkd.losses.truncation`); the entropy is that of all tokens. Without,
+    both are the plain model's.
     """
-    logits, tokens = _penalise(logits, start, micro, rollout), _tokens(logits, start, micro)
-    if not truncates(rollout):
-        outcome = outcomes(logits, tokens, rollout.temperature)
+    tokens, temperature = micro.response_ids[start : start + len(logits), None], 1.0
+    if rollout is not None:
+        temperature = rollout.temperature
+        logits = apply_presence_penalty(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
+    if rollout is None or not truncates(rollout):
+        outcome = outcomes(logits, tokens, temperature)
         return {"token_logprobs": outcome.chosen[:, 0], "entropy": outcome.entropy}
-    log_q = _log_softmax(logits, rollout.temperature)
-    with torch.no_grad():
-        entropy = torch.special.entr(log_q.exp()).sum(-1)
-    return {"token_logprobs": _truncated_logprobs(log_q, tokens, rollout), "entropy": entropy}
-
-
-def plain_values_at(logits: Tensor, start: int, micro: MicroBatch) -> Values:
-    """Compute the same under the plain model, softmax(logits)."""
-    outcome = outcomes(logits, _tokens(logits, start, micro))
-    return {"token_logprobs": outcome.chosen[:, 0], "entropy": outcome.entropy}
+    log_q = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+    values: Values = {}
+    if with_entropy:  # two passes over [n, V] more
+        with torch.no_grad():
+            values["entropy"] = torch.special.entr(log_q.exp()).sum(-1)
+    return {"token_logprobs": log_q.gather(-1, tokens)[:, 0] - log_mass(log_q, rollout), **values}
 
 
 def token_logprobs(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout | None = None) -> Tensor:
-    """Compute log-probabilities [n] of the response tokens from ``start`` on, differentiable; logits [n, V].
-
-    With ``rollout``, under the distribution that was sampled from: softmax(logits / temperature), after the presence
-    penalty and normalised over the tokens that its truncation leaves (:mod:`gkd.losses.truncation`). Without, under the
-    plain model.
-    """
-    tokens = _tokens(logits, start, micro)
-    if rollout is None:
-        return outcomes(logits, tokens).chosen[:, 0]
-    logits = _penalise(logits, start, micro, rollout)
-    if not truncates(rollout):
-        return outcomes(logits, tokens, rollout.temperature).chosen[:, 0]
-    return _truncated_logprobs(_log_softmax(logits, rollout.temperature), tokens, rollout)
-
-
-def _tokens(logits: Tensor, start: int, micro: MicroBatch) -> Tensor:
-    """Return the response tokens from ``start`` on, [n, 1]."""
-    return micro.response_ids[start : start + len(logits), None]
-
-
-def _penalise(logits: Tensor, start: int, micro: MicroBatch, rollout: Rollout) -> Tensor:
-    return apply_presence_penalty(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
-
-
-def _truncated_logprobs(log_q: Tensor, tokens: Tensor, rollout: Rollout) -> Tensor:
-    return log_q.gather(-1, tokens)[:, 0] - log_mass(log_q, rollout)
+    """Compute the log-probabilities [n] of :func:`values_at` alone."""
+    return values_at(logits, start, micro, rollout, with_entropy=False)["token_logprobs"]
 
 
 def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights: Importance) -> tuple[Tensor, Values]:

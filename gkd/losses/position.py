@@ -72,7 +72,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
         value = divergence(*comparison.select_logprobs(loss.tail))
     require_values(value, len(targets), logits, f"algorithm.loss.name={loss.name}")
     with torch.no_grad():
-        token_logits = _pick(logits, targets.token_ids).to(dtype)
+        token_logits = logits.gather(-1, targets.token_ids.long()[:, None])[:, 0].to(dtype)
         token_log_q = token_logits / loss.temperature - comparison.highest - comparison.log_sum
         forward = teacher_mass = student_mass = None
         reverse = sampled_log_ratio(token_log_p, token_log_q)
@@ -141,7 +141,3 @@ def _check_shapes(logits: Tensor, targets: PositionTargets, loss: Loss) -> None:
             f"{loss.name} needs the teacher's most likely tokens, and the targets hold none (K = 0): "
             "ask the teacher for them, or use a loss of the response tokens alone"
         )
-
-
-def _pick(rows: Tensor, ids: Tensor) -> Tensor:
-    return rows.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
