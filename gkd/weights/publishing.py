@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gkd.config import Weights
-from gkd.errors import RunFailed
 from gkd.weights.delivery import Delivery
 from gkd.weights.packing import split_into_buckets
 from gkd.weights.transfer import IN_FLIGHT, Bucket, Sender
@@ -27,9 +26,8 @@ class Publisher:
 
     def __init__(self, settings: Weights, device: torch.device, tensors: Callable[[], Named]) -> None:
         self.settings, self._tensors, self._packs = settings, tensors, True
-        transfer = settings.transfer_class
-        self._on_host, self._collective = not transfer.gpu_to_gpu, transfer.collective
-        self.sender: Sender = transfer.sender(settings, device)
+        self._transfer = settings.transfer_class
+        self.sender: Sender = self._transfer.sender(settings, device)
         self._buckets: Iterator[tuple[dict[str, Tensor], bool]] = iter(())
 
     def send(self, delivery: Delivery) -> None:
@@ -38,28 +36,25 @@ class Publisher:
         A rank whose buckets nobody receives, or nobody any more, takes part in gathering; so does one that cannot send,
         which raises why at the end.
         """
-        failure: Exception | None = None
         last, number = False, 0
-        while not last:
-            packs = bool(delivery.destinations) and failure is None
-            try:
+        try:
+            while not last:
+                packs = self._has_receivers(delivery)
+                bucket = self.pack(delivery.push.version, number, packs)
                 if packs:
+                    delivery.send(bucket)
+                    if self._transfer.collective:
+                        self.sender.broadcast()
                     delivery.make_room()
-                    packs = self._has_receivers(delivery)
-            except RunFailed as error:
-                failure, packs = error, False
-            bucket = self.pack(delivery.push.version, number, packs)
-            try:
-                if packs:
-                    self._hand_over(bucket, delivery)
-            except Exception as error:
-                failure = error
-            last, number = bucket.last, number + 1
-        if failure is not None:
+                last, number = bucket.last, number + 1
+            delivery.make_room(0)
+            self._has_receivers(delivery)
+        except Exception:
             self.sender.release()
-            raise failure
-        delivery.make_room(0)
-        self._has_receivers(delivery)
+            self._packs = False
+            for _ in self._buckets:  # gathering takes all ranks, also one that cannot go on
+                pass
+            raise
         self.sender.release()
 
     def _has_receivers(self, delivery: Delivery) -> bool:
@@ -67,11 +62,6 @@ class Publisher:
         if delivery.lost and not delivery.destinations:
             self.sender.forget_receivers()
         return bool(delivery.destinations)
-
-    def _hand_over(self, bucket: Bucket, delivery: Delivery) -> None:
-        delivery.send(bucket)
-        if self._collective:
-            self.sender.broadcast()
 
     def pack(self, version: int, number: int, packs: bool) -> Bucket:
         """Gather the next bucket of ``version``, the one before the last being loaded everywhere; 0 begins a push.
@@ -97,4 +87,4 @@ class Publisher:
             if not self._packs:
                 yield name, tensor.to("meta")
             else:
-                yield name, tensor.cpu().contiguous() if self._on_host else tensor
+                yield name, tensor if self._transfer.gpu_to_gpu else tensor.cpu().contiguous()
