@@ -101,13 +101,15 @@ class Student(nn.Module):
         are gathered. Buffers and exact parameters stay of their type, as they do while the model computes: of routers
         and their biases (DeepSeek V3) bfloat16 keeps too little to choose experts by.
         """
-        kept = self.exact | {name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)}
-        tensors = self._gather(None if self.has_adapter else dtype)
-        if self.has_adapter:
-            from gkd.actor.lora import merge
+        if not self.has_adapter:
+            for name, value in named_tensors(self.lm):
+                yield name, gather_tensor(value.detach(), self.sent_type(name, value, dtype))
+            return
+        from gkd.actor.lora import merge
 
-            tensors = merge(self.lm, tensors, gather_tensor)
-        for name, whole in tensors:
+        kept = self.exact | {name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)}
+        stored = ((name, gather_tensor(value.detach())) for name, value in named_tensors(self.lm))
+        for name, whole in merge(self.lm, dequantize_weights(self.lm, stored), gather_tensor):
             yield name, whole.to(dtype) if whole.is_floating_point() and name not in kept else whole
 
     def sent_type(self, name: str, value: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -138,13 +140,6 @@ class Student(nn.Module):
 
         return ((name_in_peft(name), whole.to(dtype)) for name, whole in self.adapter_tensors())
 
-    def _gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        return dequantize_weights(self.lm, self._gather_stored(dtype))
-
-    def _gather_stored(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        for name, value in named_tensors(self.lm):
-            yield name, gather_tensor(value.detach(), None if dtype is None else self.sent_type(name, value, dtype))
-
 
 def cast_shard(tensor: DTensor, dtype: torch.dtype | None) -> Tensor:
     """Return this rank's part of a tensor where the ranks compute, as ``dtype`` if it is of floats."""
@@ -159,7 +154,7 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     rank to rank by gloo. What one rank has alone may be the parameter's own memory.
     """
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.to(dtype=dtype if tensor.is_floating_point() else None)
     local, mesh = cast_shard(tensor, dtype), tensor.device_mesh
     if mesh.size() == 1:  # nothing is anywhere else
         return local

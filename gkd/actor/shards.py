@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -49,18 +49,15 @@ class StudentShards:
                 dtype = student.sent_type(name, values[name], self._dtype)
                 yield next(iter(conversion.shapes)), cast_shard(first, dtype)
             else:
-                yield from student.files.convert(self._gather_whole(student, values, conversion.names))
+                gathered = (
+                    (n, gather_tensor(values[n].detach(), student.sent_type(n, values[n], self._dtype)))
+                    for n in conversion.names
+                )
+                yield from student.files.convert(gathered)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor gathered. A collective."""
         return self._begin().file_tensors(self._dtype)
-
-    def _gather_whole(
-        self, student: Student, values: Mapping[str, Tensor], names: Iterable[str]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            dtype = student.sent_type(name, values[name], self._dtype)
-            yield name, gather_tensor(values[name].detach(), dtype).to(dtype)
 
 
 def find_equal_dim(tensor: Tensor) -> int | None:
