@@ -44,13 +44,11 @@ class Divergence(ABC):
     """Float32 tensors [b, V] that are alive at the worst moment of a block of b positions (:meth:`block_rows`), where
     the whole vocabulary is compared; the default is what some ten operations under autograd have."""
 
+    max_staleness: int | None = None
+    """Updates that samples may be behind before it is known to lose accuracy; None: not known of any."""
+
     def __init__(self, config: Any) -> None:
         self.config = config
-
-    @property
-    def max_staleness(self) -> int | None:
-        """Updates that samples may be behind before it is known to lose accuracy; None: not known of any."""
-        return None
 
     @staticmethod
     def block_rows(vocabulary: int, on_cpu: bool, roomy: bool) -> int:

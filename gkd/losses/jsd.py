@@ -35,10 +35,9 @@ class JSD(Divergence):
     config: Config
     logit_copies: ClassVar[int] = 7
 
-    @property
-    def max_staleness(self) -> int | None:
-        """What is known of reverse KL, which it is at beta 1."""
-        return REVERSE_KL_MAX_STALENESS if self.config.beta == 1.0 else None
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.max_staleness = REVERSE_KL_MAX_STALENESS if config.beta == 1.0 else None  # where it is reverse KL
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute JSD_beta of two [N, V], as [N]."""

@@ -17,11 +17,7 @@ class ReverseKL(Divergence):
     """
 
     logit_copies: ClassVar[int] = 7
-
-    @property
-    def max_staleness(self) -> int:
-        """What is known of reverse KL."""
-        return REVERSE_KL_MAX_STALENESS
+    max_staleness = REVERSE_KL_MAX_STALENESS
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute KL(Q||P) of two [N, V], as [N]."""

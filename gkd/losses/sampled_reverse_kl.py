@@ -24,11 +24,7 @@ class SampledReverseKL(Divergence):
     teacher_logprobs: ClassVar[Literal["top_k", "token"]] = "token"
     is_policy_gradient: ClassVar[bool] = True
     logit_copies: ClassVar[int] = 4
-
-    @property
-    def max_staleness(self) -> int:
-        """What is known of reverse KL."""
-        return REVERSE_KL_MAX_STALENESS
+    max_staleness = REVERSE_KL_MAX_STALENESS
 
     def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Compute the value at N response tokens from their log-probabilities [N] under teacher and student."""
