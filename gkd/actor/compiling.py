@@ -18,8 +18,6 @@ from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.outcomes import Kernels
 from gkd.modeling.compiling import CompileSetting, allow_compiling, compile_layers
 
-LIGERS_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-
 
 @dataclass
 class Compilation:
@@ -83,4 +81,4 @@ def use_liger(lm: PreTrainedModel, device: torch.device) -> None:
     family = lm.config.model_type
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"actor.liger=true: Liger has no kernels for models of type {family}")
-    _apply_liger_kernel_to_instance(model=lm, **LIGERS_LOSSES)
+    _apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)

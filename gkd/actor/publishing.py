@@ -24,7 +24,7 @@ class WeightSource:
     """
 
     def __init__(self, settings: Weights, device: torch.device, dtype: torch.dtype, span: int = 1) -> None:
-        self._dtype = dtype
+        self._dtype, self._adapter_only = dtype, settings.adapter_only
         self.trainer: RankTrainer | None = None
         self.publisher: Publisher | ShardPublisher
         if settings.transfer_class.shards:
@@ -61,7 +61,4 @@ class WeightSource:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights, gathered as they are iterated. With weights.adapter_only, the adapter's."""
         student = self._begin()
-        assert self.trainer is not None, "weights are sent after the student is loaded"
-        if self.trainer.config.weights.adapter_only:
-            return student.adapter_file_tensors(self._dtype)
-        return student.file_tensors(self._dtype)
+        return student.adapter_file_tensors(self._dtype) if self._adapter_only else student.file_tensors(self._dtype)
