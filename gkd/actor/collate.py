@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.targets import ABSENT_TAIL, PositionTargets
-from gkd.types import ScoredSample
+from gkd.types import Array, ScoredSample
 
 
 def collate(
@@ -27,71 +29,57 @@ def collate(
     Exactly the sampled tokens have a row, the end token like the others, so that nothing else carries loss: neither the
     prompt, nor what stands between turns, nor the position after the end.
     """
-    if not scored:
-        return _make_empty(top_k, old is not None)
     samples = [s.sample for s in scored]
-    lengths = [len(sample.token_ids) for sample in samples]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.flatnonzero(np.concatenate([sample.sampled for sample in samples]))
-    counts = [int(np.count_nonzero(sample.sampled)) for sample in samples]
+    lengths, counts = [len(s.token_ids) for s in samples], [int(np.count_nonzero(s.sampled)) for s in samples]
     references = [s.reference for s in scored if s.reference is not None]
     assert len(references) in (0, len(scored)), "the reference scored some samples and not others"
-    token_ids = torch.from_numpy(np.concatenate([sample.token_ids for sample in samples]).astype(np.int64))
-    response_ids = token_ids[torch.from_numpy(positions)]
-    return MicroBatch(
+    token_ids = _lay([sample.token_ids for sample in samples], np.int64)
+    positions = _lay([sample.sampled for sample in samples], np.bool_).nonzero()[:, 0]
+    response_ids = token_ids[positions]
+    micro = MicroBatch(
         token_ids=token_ids,
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        max_seqlen=max(lengths),
-        rows=torch.from_numpy(positions - 1),
-        bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
+        position_ids=_lay([np.arange(n) for n in lengths], np.int64),
+        cu_seqlens=_starts(lengths).int(),
+        max_seqlen=max(lengths, default=1),
+        rows=positions - 1,
+        bounds=_starts(counts),
         response_ids=response_ids,
         weights=_repeat(weights, counts),
         advantages=_repeat(advantages, counts),
-        sampler_logprobs=torch.from_numpy(np.concatenate([sample.sampled_logprobs for sample in samples])),
-        old_logprobs=None if old is None else torch.cat(list(old)),
-        reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
-        targets=None if top_k is None else _targets(scored, response_ids),
+        sampler_logprobs=_lay([sample.sampled_logprobs for sample in samples], np.float32),
+        old_logprobs=None if old is None else torch.cat([torch.zeros(0), *old]),
+        reference_logprobs=_lay(references, np.float32) if references or not scored else None,
+        targets=None if top_k is None else _targets(scored, response_ids, top_k),
     )
+    return micro.pad(1)  # one token where there is none, whose hidden state nothing looks at
+
+
+def _lay(arrays: Sequence[Array], dtype: DTypeLike) -> Tensor:
+    """Lay arrays of ``dtype``, or one that it holds, end to end."""
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    """Return where each of S stretches begins, and where the last one ends, [S + 1]."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64)
 
 
 def _repeat(values: Sequence[float], counts: Sequence[int]) -> Tensor:
     """Turn one value a sample into one a sampled token."""
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
 
-def _targets(scored: Sequence[ScoredSample], response_ids: Tensor) -> PositionTargets:
+def _targets(scored: Sequence[ScoredSample], response_ids: Tensor, top_k: int) -> PositionTargets:
     targets = [s.teacher for s in scored if s.teacher is not None]
     assert len(targets) == len(scored), "the teacher scored some samples and not others"
+    none = np.zeros((0, targets[0].ids.shape[1] if targets else top_k))
     tails = [
         np.full(len(t.ids), ABSENT_TAIL, np.float32) if t.tail_logprobs is None else t.tail_logprobs for t in targets
     ]
     return PositionTargets(
         token_ids=response_ids,
-        teacher_token_logprobs=torch.from_numpy(np.concatenate([t.token_logprobs for t in targets])),
-        ids=torch.from_numpy(np.concatenate([t.ids for t in targets]).astype(np.int64)),
-        logprobs=torch.from_numpy(np.concatenate([t.logprobs for t in targets])),
-        tail_logprobs=torch.from_numpy(np.concatenate(tails)) if targets[0].ids.shape[1] else None,
-    )
-
-
-def _make_empty(top_k: int | None, has_old: bool) -> MicroBatch:
-    none = torch.zeros(0)
-    targets = None
-    if top_k is not None:
-        targets = PositionTargets(none.long(), none, none.long().reshape(0, top_k), none.reshape(0, top_k), none)
-    return MicroBatch(
-        token_ids=torch.zeros(1, dtype=torch.int64),
-        position_ids=torch.zeros(1, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        max_seqlen=1,
-        rows=none.long(),
-        bounds=torch.zeros(1, dtype=torch.int64),
-        response_ids=none.long(),
-        weights=none,
-        advantages=none,
-        sampler_logprobs=none,
-        old_logprobs=none if has_old else None,
-        reference_logprobs=none,
-        targets=targets,
+        teacher_token_logprobs=_lay([t.token_logprobs for t in targets], np.float32),
+        ids=torch.from_numpy(np.concatenate([none.astype(np.int64), *(t.ids for t in targets)])),
+        logprobs=torch.from_numpy(np.concatenate([none.astype(np.float32), *(t.logprobs for t in targets)])),
+        tail_logprobs=_lay(tails, np.float32) if none.shape[1] else None,
     )
