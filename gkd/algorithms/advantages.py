@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.config import Overlong
 from gkd.config.base import Settings
-from gkd.types import TrainingSample
 
 Float64 = NDArray[np.float64]
 
@@ -88,10 +86,3 @@ def groups_that_differ(rewards: Sequence[float], groups: Sequence[int]) -> set[i
 def overlong_penalty(n_tokens: int, max_tokens: int, buffer: int) -> float:
     """Compute DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 to ``max_tokens - buffer``, then falling to -1."""
     return min(0.0, (max_tokens - buffer - n_tokens) / buffer)
-
-
-def with_overlong(sample: TrainingSample, reward: float, max_tokens: int, overlong: Overlong) -> float:
-    """Return a sample's reward after the penalty of ``algorithm.overlong`` for its length."""
-    if overlong.action != "penalty":
-        return reward
-    return reward + overlong_penalty(sample.n_sampled, max_tokens, overlong.buffer)

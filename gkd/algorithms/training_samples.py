@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, with_overlong
+from gkd.algorithms.advantages import AdvantageEstimator, Float64, groups_that_differ, overlong_penalty
 from gkd.config import Config, Reward
 from gkd.errors import RunFailed, SignalExit, describe_raised
 from gkd.types import TrainingSample
@@ -30,7 +30,10 @@ def rewards_of(config: Config, samples: Sequence[TrainingSample]) -> list[float]
     """
     limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
     sums = _weighted_sums(config, samples)
-    return [with_overlong(sample, total, limit, overlong) for sample, total in zip(samples, sums, strict=True)]
+    if overlong.action != "penalty":
+        return sums
+    penalties = [overlong_penalty(sample.n_sampled, limit, overlong.buffer) for sample in samples]
+    return [total + penalty for total, penalty in zip(sums, penalties, strict=True)]
 
 
 def _weighted_sums(config: Config, samples: Sequence[TrainingSample]) -> list[float]:
@@ -103,8 +106,6 @@ def assign_advantages(config: Config, samples: Sequence[TrainingSample]) -> list
     as well its divergence still counts. Raises RunFailed where ``algorithm.advantage.name`` fails.
     """
     algorithm = config.algorithm
-    if not algorithm.policy_weight and algorithm.overlong.action != "mask":
-        return list(samples)
     in_loss = np.array([algorithm.overlong.action != "mask" or sample.finish_reason != "length" for sample in samples])
     if not algorithm.policy_weight:
         return [replace(sample, in_loss=bool(keep)) for sample, keep in zip(samples, in_loss, strict=True)]

@@ -12,7 +12,7 @@ from gkd.config.cluster import MAX_AUTO_SIMULATED_GPUS, TRANSFERS, Cluster, Weig
 from gkd.config.data import Data
 from gkd.config.groups import Model, Reference, RewardModel, Rollout, Scorer, Teacher, TeacherModel, Trainer
 from gkd.config.hints import hint, suggest
-from gkd.config.learning import Algorithm, Loss, Overlong, Policy
+from gkd.config.learning import Algorithm, Loss, Policy
 from gkd.config.loading import load, settings
 from gkd.config.plan import Plan
 from gkd.config.rewards import Reward
@@ -20,7 +20,7 @@ from gkd.config.run import Config, Watch
 
 __all__ = [
     "GROUP_OF", "MAX_AUTO_SIMULATED_GPUS", "SECTION_OF", "TRANSFERS", "Actor", "Algorithm", "Cluster", "Config",
-    "Data", "Engine", "Lora", "Loss", "Model", "Overlong", "Plan", "Policy", "Pool", "Reference", "Reward",
+    "Data", "Engine", "Lora", "Loss", "Model", "Plan", "Policy", "Pool", "Reference", "Reward",
     "RewardModel", "Rollout", "Scorer", "Settings", "Teacher", "TeacherModel", "Trainer", "Watch", "Weights",
     "escape", "hint", "load", "parse_gpus", "quote", "settings", "suggest", "user_path",
 ]  # fmt: skip
