@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from gkd.config import Lora, suggest
 from gkd.errors import ConfigError, one_line
+from gkd.modeling.head import get_backbone
 
 ADAPTER = "default"
 _BASE, _LORA = ".base_layer", ".lora_"
@@ -106,7 +107,8 @@ def _linear_layers(lm: Any) -> list[str]:
     So are layers that share their weights (Zamba 2), and those of Mamba's mixers but the first: kernels, and some of
     transformers' code, multiply by their weights alone, without an adapter.
     """
-    head, text = lm.get_output_embeddings(), {*lm.get_decoder().modules()}
+    # Not the model's own get_decoder(), which takes a head of that name for it (ModernBERT's).
+    head, text = lm.get_output_embeddings(), {*get_backbone(lm).get_decoder().modules()}
     modules, owners = dict(lm.named_modules()), _count_owners(lm)
 
     def is_taken(name: str, module: nn.Module) -> bool:

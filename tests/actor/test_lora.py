@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -71,6 +73,19 @@ def test_all_linear_layers_are_those_that_are_called(family: str, shape: dict[st
     mixers = {name for name in modules if hasattr(modules[name], "A_log")}
     assert sorted({name.rpartition(".")[2] for name in adapted if name.rpartition(".")[0] in mixers}) == mixer
     assert family == "mamba" or any("mlp" in name or "feed_forward" in name for name in adapted)
+
+
+def test_layers_are_found_where_the_head_is_called_the_decoder(tmp_path: Path) -> None:
+    """transformers takes that of ModernBERT's causal models for what is below the head."""
+    torch.manual_seed(0)
+    shape = models.SHAPE | {"cls_token_id": 0, "sep_token_id": 0, "layer_types": ["full_attention"] * 2}
+    plain = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**shape))
+    plain.save_pretrained(tmp_path)
+    student = trained(tmp_path)
+    adapted = {name.partition(".lora_")[0] for name, _ in student.adapter_tensors()}
+    assert {name.rpartition(".")[2] for name in adapted} == {"q_proj", "k_proj", "v_proj", "Wi", "Wo"}
+    plain.load_state_dict(dict(student.full_tensors(torch.float32)), strict=False)
+    torch.testing.assert_close(logits(plain), logits(student), rtol=1e-4, atol=1e-5)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
