@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from gkd.config import Weights
 
 _DEVICE = 6  # place of the device's index among the arguments of torch's rebuild_cuda_tensor
-_COUNTER = slice(
-    11, 13
-)  # and of the file and the place in it where the processes that have the memory open are counted
+_COUNTER = slice(11, 13)  # and of the file, and the place in it, that count the processes which have the memory open
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gkd.config.transfer import Place
-from gkd.errors import RunFailed
 from gkd.weights.nccl import join_apart, make_unique_id, require_enabled
 from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
@@ -36,7 +35,7 @@ class NcclM2n(ShardTransfer):
 
     @classmethod
     def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:
-        """Return vLLM's trainer engine of this rank in a new group. Raises RunFailed for what it cannot send."""
+        """Return vLLM's trainer engine of this rank in a new group. Raises ValueError for what it cannot send."""
         from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo, M2NTrainerWeightTransferEngine
 
         from gkd.weights.vllm_sources import Shards
@@ -48,13 +47,10 @@ class NcclM2n(ShardTransfer):
             dst_mesh_dims=(rendezvous.n_engines, rendezvous.span),
             nccl_unique_id_b64=rendezvous.address,
         )
-        try:
-            with join_apart():
-                engine = M2NTrainerWeightTransferEngine.trainer_init(
-                    info, client=client, source=Shards(source, rendezvous.n_ranks)
-                )
-        except (ValueError, ImportError) as error:  # before anybody is met
-            raise RunFailed(f"weights.transfer=nccl_m2n: {error}") from None
+        with join_apart():
+            engine = M2NTrainerWeightTransferEngine.trainer_init(
+                info, client=client, source=Shards(source, rendezvous.n_ranks)
+            )
         require_enabled("nccl_m2n", engine.group)
         return engine
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gkd.config import Weights
+from gkd.errors import RunFailed
 from gkd.weights.delivery import Delivery
 from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
@@ -54,4 +55,7 @@ class ShardPublisher:
         if self._engine is not None:
             self._engine.shutdown()
         client = DeliveryClient(delivery, engines)
-        self._engine = self._transfer.trainer(rendezvous, self._source, client)
+        try:
+            self._engine = self._transfer.trainer(rendezvous, self._source, client)
+        except (ValueError, ImportError) as error:  # before anybody is met
+            raise RunFailed(f"weights.transfer={self.settings.transfer}: {error}") from None

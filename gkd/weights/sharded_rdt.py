@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from gkd.errors import RunFailed
 from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
 
@@ -23,7 +22,7 @@ class ShardedRdt(ShardTransfer):
 
     @classmethod
     def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:
-        """Return vLLM's trainer engine of this rank, its server started. Raises RunFailed where that cannot be done."""
+        """Return vLLM's trainer engine of this rank, its server started. Raises ValueError where that cannot be."""
         import ray
         from vllm.distributed.weight_transfer.sharded_rdt_trainer import (
             ShardedRDTTrainerInitInfo,
@@ -39,9 +38,4 @@ class ShardedRdt(ShardTransfer):
             trainer_actor_namespace=ray.get_runtime_context().namespace,
             stall_timeout_s=rendezvous.limit_s,
         )
-        try:
-            return ShardedRDTTrainerWeightTransferEngine.trainer_init(
-                info, client=client, source=GatheredTensors(source)
-            )
-        except (ValueError, ImportError) as error:
-            raise RunFailed(f"weights.transfer=sharded_rdt: {error}") from None
+        return ShardedRDTTrainerWeightTransferEngine.trainer_init(info, client=client, source=GatheredTensors(source))

@@ -97,7 +97,10 @@ class ShardTransfer(Transfer):
     @classmethod
     @abstractmethod
     def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:
-        """Return vLLM's trainer engine of this rank, connected. A collective of all ranks and engines."""
+        """Return vLLM's trainer engine of this rank, connected. A collective of all ranks and engines.
+
+        Raises ValueError or ImportError, before anybody is met, for what it cannot send or what it lacks.
+        """
 
     @classmethod
     def find_obstacle(cls, actor: Sequence[Place], rollout: Sequence[Place]) -> str | None:
