@@ -129,7 +129,7 @@ def _lora_config(settings: Lora, targets: str | list[str]) -> LoraConfig:
         r=settings.r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets,
     )
 
 

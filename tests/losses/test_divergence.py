@@ -38,13 +38,6 @@ def test_value_and_gradient_equal_the_brute_force_sum(name, beta):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_jsd_passes_gradcheck(beta):
-    log_p = log_softmax(random_logits(2, 3, 5))
-    student = random_logits(3, 3, 5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: jsd(log_p, log_softmax(z), beta), student)
-
-
 def test_forward_kl_has_the_teacher_first():
     # The student misses half of what the teacher does: forward KL is large, reverse KL is log 2.
     log_p, log_q = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0 - 1e-9, 1e-9], dtype=torch.float64).log()

@@ -118,12 +118,7 @@ def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path)
     student, micro = load(tmp_path), micro_batch(models.scored(4))
     n = len(micro.token_ids)
     for size in (n, n + 1, n + micro.max_seqlen, n + 3 * micro.max_seqlen + 2):
-        padded = micro.pad(size)
-        assert len(padded.token_ids) == len(padded.position_ids) == size == padded.cu_seqlens[-1]
-        lengths = padded.cu_seqlens.diff()
-        assert int(lengths.max()) == padded.max_seqlen == micro.max_seqlen and int(lengths.min()) > 0
-        starts = padded.cu_seqlens[:-1].long()
-        assert not padded.position_ids[starts].any() and int((padded.position_ids == 0).sum()) == len(starts)
+        padded = micro.pad(size)  # how it is laid out: test_micro_batch.py
         assert padded.rows is micro.rows and padded.targets is micro.targets
         with torch.no_grad():
             torch.testing.assert_close(student.compute_hidden(padded)[:n], student.compute_hidden(micro))
