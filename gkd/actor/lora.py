@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -171,10 +172,15 @@ def disable_adapter(lm: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, directory: Path) -> None:
-    """Write the adapter alone in peft's format, for the model in ``base``; ``tensors`` are those of the adapter."""
+    """Write the adapter alone in peft's format, for the model in ``base``; ``tensors`` are those of the adapter.
+
+    A model of the hub's cache, whose path is this machine's, is named as on the hub, with its revision.
+    """
     adapted = sorted({name.partition(_LORA)[0] for name in tensors})
     described = _lora_config(settings, adapted if settings.target_modules == ALL else settings.target_modules)
-    described.base_model_name_or_path = base
+    cached = re.search(r"/models--([^/]+)/snapshots/([0-9a-f]+)$", base)
+    described.base_model_name_or_path = cached[1].replace("--", "/") if cached else base
+    described.revision = cached and cached[2]
     described.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)
     described.save_pretrained(directory)

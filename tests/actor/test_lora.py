@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from gkd.actor.loading import load
-from gkd.actor.lora import add_adapter, disable_adapter, is_adapter, require_adaptable
+from gkd.actor.lora import add_adapter, disable_adapter, is_adapter, require_adaptable, save_adapter
 from gkd.actor.model import Student
 from gkd.actor.quantize import find_quantized_layers
 from gkd.config import Algorithm, Lora, Rollout
@@ -178,6 +179,18 @@ def test_a_head_is_adapted_where_its_weight_is_its_own(tmp_path: Path) -> None:
     for check in (require_adaptable, lambda path, lora: load(path, lora=lora)):
         with pytest.raises(ConfigError, match=r"^actor\.lora\.target_modules: lm_head "):
             check(str(tmp_path / "tied"), Lora(r=4, target_modules=["q_proj", "lm_head"]))
+
+
+@pytest.mark.parametrize("name", ["own/model", "gpt2", None])
+def test_an_adapter_names_its_base_as_others_find_it(name: str | None, tmp_path: Path) -> None:
+    """By its name and revision on the hub where it was taken from the hub's cache, whose path is this machine's."""
+    base, revision = tmp_path / "model", None
+    if name is not None:
+        revision = "0123456789abcdef0123456789abcdef01234567"
+        base = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / revision
+    save_adapter({"layer.lora_A.default.weight": torch.ones(2, 3)}, Lora(r=2), str(base), tmp_path / "adapter")
+    written = PeftConfig.from_pretrained(tmp_path / "adapter")
+    assert (written.base_model_name_or_path, written.revision) == (name or str(base), revision)
 
 
 def test_weights_that_are_not_all_there(tmp_path: Path) -> None:
