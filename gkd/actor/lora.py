@@ -54,6 +54,11 @@ def add_adapter(lm: nn.Module, settings: Lora) -> None:
     targets = _linear_layers(lm) if settings.target_modules == ALL else settings.target_modules
     if not isinstance(settings.target_modules, str):
         _require_layers(settings.target_modules, [name for name, _ in lm.named_modules()])
+    if not targets:
+        raise ConfigError(
+            f"actor.lora.target_modules={ALL}: {type(lm).__name__} has no linear layer of torch's own, as adapters are "
+            "merged into; leave actor.lora.r out"
+        )
     try:
         inject_adapter_in_model(_lora_config(settings, targets), lm)
     except ValueError as error:

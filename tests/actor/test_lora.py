@@ -28,6 +28,7 @@ from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.losses.objective import objective
 from tests.actor import models
+from tests.families import make as make_family
 from tests.losses.test_micro_batch import micro_batch
 
 FAMILIES = ["llama", "qwen2 tied", "gpt2", "qwen3 moe"]
@@ -168,6 +169,13 @@ def test_targets_that_cannot_be_adapted(targets: list[str], message: str, tmp_pa
     base("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, lora=Lora(r=4, target_modules=targets))
+
+
+def test_a_model_without_layers_for_adapters_is_named(tmp_path: Path) -> None:
+    """Falcon's are of a class of its own."""
+    make_family("falcon", 0).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.target_modules=all-linear: FalconForCausalLM .*; leave"):
+        require_adaptable(str(tmp_path), Lora(r=4))
 
 
 def test_a_head_is_adapted_where_its_weight_is_its_own(tmp_path: Path) -> None:
