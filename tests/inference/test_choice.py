@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from gkd.config.compose import compose
 from gkd.config.groups import Teacher
 from gkd.data.model_info import ModelInfo
-from gkd.driver.inputs.find import _require_engines_run, with_scoring_engines
+from gkd.driver.inputs.find import _require_usable, with_scoring_engines
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.torch_scorer import TorchScorer
@@ -83,8 +83,8 @@ def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
     assert scoring_arguments(spec)["quantization"] == "fp8_per_block"
     config = compose(["+recipe=on_policy_distill", "teacher.quantization=fp9"])
     with pytest.raises(ConfigError, match=r"^teacher\.quantization=fp9: .*mean fp8\?"):
-        _require_engines_run(config, str(tmp_path), {"teacher": str(tmp_path)})
-    _require_engines_run(
+        _require_usable(config, str(tmp_path), {"teacher": str(tmp_path)})
+    _require_usable(
         compose(["+recipe=on_policy_distill", "teacher.quantization=fp8"]), str(tmp_path), {"teacher": str(tmp_path)}
     )
 
