@@ -24,17 +24,11 @@ CSV_FIELD_BYTES = 1 << 30  # Python's limit is 128 KiB, which a long document ex
 
 def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield an object a line; blank lines count as lines. Raises ConfigError naming the line that is no object."""
-    # Bytes, so that a line that is no UTF-8 can be named.
-    with _open(path) as lines:
-        for number, raw in enumerate(lines, start=1):
-            place = f"{path} line {number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
-            if not line.strip():
-                continue
-            yield Row(_object(_parse(line, place), place), place)
+    with _open(path) as file:
+        for number, line in enumerate(_decode_lines(file, path), start=1):
+            if line.strip():
+                place = f"{path} line {number}"
+                yield Row(_object(_parse(line, place), place), place)
 
 
 def read_json(path: Path) -> Iterator[Row]:
@@ -72,10 +66,11 @@ def read_csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(CSV_FIELD_BYTES)
     reader: Any = None
     try:
-        with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        with _open(path) as file:
             delimiter = delimiter_of(path)
             separated = f"separated by {'commas' if delimiter == ',' else 'tabs'}"
-            reader = csv.reader(text, delimiter=delimiter, strict=True)
+            lines = (part for line in _decode_lines(file, path) for part in io.StringIO(line, newline=""))  # also at \r
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
             header: list[str] = next(reader, [])
             if len(set(header)) < len(header):
                 twice = next(name for name in header if header.count(name) > 1)
@@ -87,8 +82,6 @@ def read_csv(path: Path) -> Iterator[Row]:
                 if len(fields) != len(header):
                     raise ConfigError(f"{place} has {len(fields)} fields {separated}, and the header {len(header)}")
                 yield Row(dict(zip(header, fields, strict=True)), place)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
     except csv.Error as error:
         raise ConfigError(f"{path} line {reader.line_num} is not CSV: {one_line(error)}") from None
 
@@ -143,6 +136,16 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
             yield cast("IO[bytes]", file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"data file {path} cannot be decompressed: {one_line(error)}") from None
+
+
+def _decode_lines(file: IO[bytes], path: Path) -> Iterator[str]:
+    """Yield the lines of a file that was opened as bytes. Raises ConfigError naming one that is no UTF-8."""
+    for number, raw in enumerate(file, start=1):
+        try:
+            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            place = f"{path} line {number}"
+            raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
 def _is_list_of_rows(value: Any) -> bool:

@@ -264,6 +264,8 @@ def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
     ]
     tabs = jsonl(tmp_path, "q\tn\na,b\t1\n", "x.tsv")
     assert [row.values for row in read_rows(str(tabs))] == [{"q": "a,b", "n": "1"}]
+    returns = jsonl(tmp_path, "q,n\ra,1\r", "y.csv")
+    assert [row.values for row in read_rows(str(returns))] == [{"q": "a", "n": "1"}]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
         ("x.csv", "q,n\n1,2,3\n", ("x.csv line 2", "3", "header 2")),
         ("x.csv", "q,q\n1,2\n", ("x.csv", "header", "'q'", "twice")),
         ("x.csv", 'q\n"a" b\n', ("x.csv line 2", "CSV")),
-        ("x.csv", b"q\n\xff\n", ("x.csv", "UTF-8", "byte 3")),
+        ("x.csv", b"q\n" + 9999 * b"1\n" + b"2\xff\n", ("x.csv line 10001", "UTF-8", "byte 2")),
         ("x.csv", "q\n", ("x.csv", "empty")),
         ("x.json", "[1]", ("x.json row 1", "a number")),
         ("x.json", '[\n{"a": 1},\n]', ("x.json", "JSON", "line ")),
