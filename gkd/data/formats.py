@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from gkd.data.layouts import is_conversation
+from gkd.data.layouts import has_objects, is_conversation
 from gkd.data.row import ROWS_AT_ONCE, Row, rows_of_batches
 from gkd.errors import ConfigError, one_line
 
@@ -49,7 +49,7 @@ def read_json(path: Path) -> Iterator[Row]:
         return
     content = _parse(text, str(path))
     if isinstance(content, dict):
-        lists = [value for value in content.values() if _is_list_of_rows(value)]
+        lists = [value for value in content.values() if has_objects(value) and not is_conversation(value)]
         content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
         raise ConfigError(f"{path} is not a list of rows but {_kind(content)}")
@@ -146,16 +146,6 @@ def _decode_lines(file: IO[bytes], path: Path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = f"{path} line {number}"
             raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
-
-
-def _is_list_of_rows(value: Any) -> bool:
-    """Return whether ``value`` is a list of objects that are not the messages of a single row."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and not is_conversation(value)
-        and all(isinstance(row, dict) for row in value)
-    )
 
 
 def _parse(text: str, place: str) -> Any:

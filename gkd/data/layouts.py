@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
-from typing import Any
+from typing import Any, TypeGuard
 
 from gkd.config import Data
 from gkd.data.row import Row, is_missing
@@ -58,7 +58,7 @@ def prompt_of(row: Row, key: str) -> Any:
         )
     if _is_sharegpt(value):
         value = _from_sharegpt(row, key, value)
-    if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
+    if not has_objects(value) or not all("content" in m for m in value):
         return value
     return [{**_without_nulls(m), "content": _content(row, key, m)} for m in value]
 
@@ -77,7 +77,7 @@ def answers_of(row: Row, data: Data) -> tuple[str, ...]:
     key = key or VERL_ANSWER
     if _is_sharegpt(value):
         value = _from_sharegpt(row, key, value)
-    if isinstance(value, list) and value and all(is_message(m) for m in value):
+    if is_messages(value):
         last = value[-1]
         value = _content(row, key, last) if last["role"] == "assistant" else None
     answers = value if isinstance(value, list) else [value]
@@ -104,7 +104,7 @@ def tools_of(row: Row) -> tuple[dict[str, Any], ...]:
             value = [value]
     if is_missing(value) or not value:
         return ()
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    if not has_objects(value):
         raise ConfigError(
             f"{row.place}: {TOOLS_COLUMN!r} is neither a list of JSON schemas nor one as JSON; the chat template is "
             "given it as the tools that there are, so what is none needs another name"
@@ -143,14 +143,19 @@ def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     return question
 
 
-def is_message(message: Any) -> bool:
-    """Return whether ``message`` has a role and content."""
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+def has_objects(value: Any) -> bool:
+    """Return whether ``value`` is a list of objects, one or more."""
+    return isinstance(value, list) and bool(value) and all(isinstance(own, dict) for own in value)
+
+
+def is_messages(value: Any) -> TypeGuard[list[Any]]:
+    """Return whether ``value`` is a list of messages, of which each has a role and content."""
+    return has_objects(value) and all(isinstance(m.get("role"), str) and "content" in m for m in value)
 
 
 def is_conversation(value: Any) -> bool:
     """Return whether ``value`` is a list of messages, with role and content or as ShareGPT has them."""
-    return _is_sharegpt(value) or (isinstance(value, list) and bool(value) and all(map(is_message, value)))
+    return _is_sharegpt(value) or is_messages(value)
 
 
 def require_text_alone(row: Row) -> None:
@@ -175,11 +180,7 @@ def _decode_messages(value: Any) -> Any:
 
 
 def _is_sharegpt(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and {"from", "value"} <= set(m) for m in value)
-    )
+    return has_objects(value) and all({"from", "value"} <= set(m) for m in value)
 
 
 def _from_sharegpt(row: Row, key: str, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from gkd.config import Data
 from gkd.data.layouts import (
     VERL_ANSWER,
     answers_of,
-    is_message,
+    is_messages,
     messages_to_answer,
     prompt_key,
     prompt_of,
@@ -174,7 +174,7 @@ def _tokenise(rows: list[Row], values: list[Any], tokenizer: Any, data: Data) ->
     longest, texts, complete = data.max_prompt_length, [], []
     for row, value in zip(rows, values, strict=True):
         key = _source(row, data)
-        if not isinstance(value, str) and not (value and isinstance(value, list) and all(map(is_message, value))):
+        if not isinstance(value, str) and not is_messages(value):
             raise ConfigError(f"{row.place}: {key!r} is neither a string nor a list of messages with role and content")
         texts.append(value if isinstance(value, str) else render(row, key, value, tokenizer, data))
         complete.append(not isinstance(value, str) or begins_itself(value, getattr(tokenizer, "bos_token", None)))

@@ -10,7 +10,7 @@ from typing import Any
 from gkd.config import Data
 from gkd.config.data import PLACE
 from gkd.config.eval_set import EvalSet
-from gkd.data.layouts import is_message, messages_to_answer, prompt_of, template_variables, tools_of
+from gkd.data.layouts import is_messages, messages_to_answer, prompt_of, template_variables, tools_of
 from gkd.data.row import Row, is_missing
 from gkd.errors import ConfigError, one_line
 from gkd.types import Prompt
@@ -28,7 +28,7 @@ def question_of(row: Row, key: str, data: Data) -> Any:
     value = prompt_of(row, key) if data.prompt_template is None else _fill(row, data.prompt_template)
     if isinstance(value, str) and data.uses_chat_format:
         value = [{"role": "user", "content": value}]
-    if data.system_prompt is None or not isinstance(value, list) or not value or not all(map(is_message, value)):
+    if data.system_prompt is None or not is_messages(value):
         return value  # what is neither text nor messages is refused as that
     if value[0]["role"] != "system":
         value = [{"role": "system", "content": data.system_prompt}, *value]
