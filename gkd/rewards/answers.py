@@ -15,7 +15,7 @@ MOST_SENTENCES = 20  # of those that state what the answer is, from the end
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?[.0-9]|[-+]?\\[a-zA-Z]))")
 _GAP = r"(?:[\s$]|\\q?quad\b|\\[()\[\] ])"
-_CONJUNCTION = r"(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
+_CONJUNCTION = r"(?:\\text\{\s*)?\b(?:and|or)\b(?:\s*\})?"
 _BETWEEN_BOXES = re.compile(rf"{_GAP}*(?:[,;]|{_CONJUNCTION})(?:{_GAP}|,|{_CONJUNCTION}|[a-zA-Z](?:_\{{?\w\}}?)?\s*=)*")
 """What stands between boxes of which each has a part of the answer: ``, and y =``."""
 MOST_BETWEEN = 80  # characters

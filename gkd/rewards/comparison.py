@@ -31,7 +31,7 @@ _REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([
 _TEXT_COMMAND = r"\\(?:text|textnormal|textbf|textit|textrm|mathrm|mathbf|mbox)"
 _TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
 _UNIT = re.compile(
-    rf"(?:(?:\s*/?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
+    rf"(?:(?:(?:\s*/)?\s*{_TEXT.pattern}|(?<=[\s\d}}])(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|mph))(?:\^\{{?[23]\}}?)?)+$"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _NAME = re.compile(r"(?<![\\a-zA-Z])(?![A-Z]+(?![a-zA-Z]))[a-zA-Z]{3,}")  # not the triangle ABC

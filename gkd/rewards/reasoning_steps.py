@@ -9,7 +9,7 @@ from pydantic import Field
 from gkd.config.base import Settings
 from gkd.rewards.completion import Completion, RewardFunction
 
-_STEP = re.compile(r"^\s*(?:step\s+\d+|\d+[.)]\s|[-*]\s|(?:first|second|third|next|then|finally)\b)", re.I | re.M)
+_STEP = re.compile(r"^[^\S\n]*(?:step\s+\d+|\d+[.)]\s|[-*]\s|(?:first|second|third|next|then|finally)\b)", re.I | re.M)
 
 
 class ReasoningSteps(RewardFunction):

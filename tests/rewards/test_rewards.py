@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,9 @@ def test_reasoning_steps() -> None:
     assert value("reasoning_steps", make_completion("Step 1: a\nStep 2: b\n3. c\n- d")) == 1.0
     assert value("reasoning_steps", make_completion("First, a\nso b")) == pytest.approx(1 / 3)
     assert value("reasoning_steps", make_completion("1. a\n2) b"), n_steps=4) == 0.5
+    began = time.process_time()
+    assert value("reasoning_steps", make_completion(" 1. a\n\n\t- b\n" + "\n" * 9_000), n_steps=4) == 0.5
+    assert time.process_time() - began < 1.0
 
 
 def test_programs_have_less_time_than_their_reward() -> None:

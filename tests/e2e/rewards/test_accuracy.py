@@ -136,6 +136,13 @@ def test_a_long_run_of_white_space_in_an_answer_costs_no_time(space: str) -> Non
     assert time.process_time() - began < 2.0
 
 
+def test_a_unit_or_word_that_is_repeated_up_to_the_limit_costs_no_time() -> None:
+    began = time.process_time()
+    assert accuracy("The answer is $6" + 22 * " \\text{ m}" + " \\text{ m", "5") == 0.0
+    assert accuracy("\\boxed{6}, " + 22 * "or " + "x \\boxed{5}", "5") == 1.0
+    assert time.process_time() - began < 2.0
+
+
 @settings(max_examples=60)
 @given(response=st.text(alphabet=st.characters()), answer=st.text(alphabet=st.characters()))
 def test_odd_texts_never_raise(response: str, answer: str) -> None:
