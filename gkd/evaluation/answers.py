@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,8 +93,6 @@ def fingerprint(directory: str) -> str:
 
     Every byte is read, as a model that was trained further has files of the same names and sizes.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     files = sorted(p for p in Path(directory).iterdir() if p.suffix in (".safetensors", ".json", ".model", ".jinja"))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sums = list(pool.map(compute_checksum, files))

@@ -134,7 +134,7 @@ def measurements(
             for name_of_set, settings in config.evaluate.sets.items()
         ]
         end = turn_end([question.prompt for questions in sets for question in questions.questions], model.tokenizer)
-        model = LocalModel(name, model.path, model.fingerprint, model.tokenizer, with_turn_end(model.info, end))
+        model = replace(model, info=with_turn_end(model.info, end))
         for questions in sets:
             if questions.n_too_long:
                 report(f"{questions.name}: {questions.n_too_long} questions are too long for {name} and are left out")

@@ -42,14 +42,9 @@ class Results:
         """The model as tables call it, with its strategy where that is not the plain one."""
         return self.model if self.strategy == DEFAULT_STRATEGY else f"{self.model} {self.strategy}"
 
-    @property
-    def file_name(self) -> str:
-        """As :func:`name_file`."""
-        return name_file(self.model, self.strategy, self.set, self.n)
-
     def write(self, directory: Path) -> Path:
         """Write the file into ``directory``, whole or not at all; returns its path. Raises OSError."""
-        path = directory / self.file_name
+        path = directory / name_file(self.model, self.strategy, self.set, self.n)
         durable.replace(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
         return path
 

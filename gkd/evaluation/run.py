@@ -17,7 +17,7 @@ from gkd.cluster.layout.assignment import print_table
 from gkd.cluster.session.connect import Session, connect
 from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.cluster.workers.reserve import read_nodes
-from gkd.config import Config
+from gkd.config import Config, user_path
 from gkd.config.device import installed_device
 from gkd.config.evaluation import DEFAULT_STRATEGY
 from gkd.errors import ConfigError
@@ -62,8 +62,6 @@ def evaluate(
 
 def _directory(path: str) -> Path:
     """Make the output directory. Raises ConfigError where that cannot be done."""
-    from gkd.config import user_path
-
     output = user_path(path).absolute()
     try:
         (output / "results").mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from gkd.evaluation.answers import RecordedAnswer
 from gkd.evaluation.questions import Question
 from gkd.evaluation.statistics import Estimate, estimate, majority_score, pass_at_k
 from gkd.rewards.accuracy import any_agreement
-from gkd.rewards.answers import last_line, last_number, stated_answer, with_opened_reasoning
+from gkd.rewards.answers import find_stated, last_line, last_number, with_opened_reasoning
 from gkd.rewards.comparison import is_same_answer
 from gkd.types import Prompt
 
@@ -91,9 +91,8 @@ def final_answer(text: str) -> str | None:
 
     That is what it states; otherwise the last number of prose, or the last line where that is no prose.
     """
-    stated = stated_answer(text)
-    if stated is not None:
-        return stated or None
+    if (stated := find_stated(text)) is not None:
+        return stated.content or None
     line = last_line(text)
     number = last_number(text) if _WORD.search(line) else None
     return (line if number is None else number.text) or None

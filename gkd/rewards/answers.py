@@ -86,12 +86,6 @@ class Numeral:
     after: str
 
 
-def stated_answer(text: str, plausible: Callable[[str], bool] = lambda content: True) -> str | None:
-    """Return the content of :func:`find_stated`; None for none."""
-    stated = find_stated(text, plausible)
-    return None if stated is None else stated.content
-
-
 def find_stated(text: str, plausible: Callable[[str], bool] = lambda content: True) -> Statement | None:
     """Return the answer that ``text`` states last, without its marker; None for none, "" for an unfinished one.
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -166,20 +166,15 @@ def read_reply(body: str) -> ChatReply:
         completion = json.loads(body)
         choice, n_tokens = completion["choices"][0], (completion.get("usage") or {}).get("completion_tokens")
         content = choice["message"].get("content")
-        text = "".join(_texts(content)) if isinstance(content, list) else content or ""
+        if isinstance(content, list):  # also of what the model thinks, and of pictures
+            content = "".join(part["text"] for part in content if part["type"] == "text")
+        text = content or ""
         if not isinstance(text, str):
             raise TypeError
         counted = n_tokens if isinstance(n_tokens, int) else math.nan
         return ChatReply(text, counted, choice.get("finish_reason") == "length")
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
         raise NoCompletion(body) from None
-
-
-def _texts(parts: list[Any]) -> Iterator[str]:
-    """Yield the texts of a message that has several parts; what it thinks, and pictures, are none."""
-    for part in parts:
-        if part["type"] == "text":
-            yield part["text"]
 
 
 def _may_pass(error: Exception) -> bool:
