@@ -20,7 +20,7 @@ from gkd.rewards.quantity import (
 
 MOST_UNIT_WORDS = 3
 """After a formula: square feet per hour; more words are no unit but go on with the sentence."""
-_LETTER = r"(?:(?:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
+_LETTER = r"(?:(?i:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
 _CHOICE = re.compile(
     rf"{_LETTER}(?:[)\].:]+(?P<rest>\s.*|(?=$))|$|\s+(?=\((?![A-J]\))|(?:because|since|as)\b))", re.DOTALL
 )
@@ -211,6 +211,7 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def _is_same_choice(own: str, letter: str, text: str) -> bool:
+    own = own.replace("**", "")  # option **B**, **B)** Paris
     if text and own.casefold() == text.casefold():
         return True
     match = _CHOICE.match(own)

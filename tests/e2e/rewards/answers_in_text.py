@@ -327,6 +327,14 @@ CHOICES = [
     ("<answer></answer>", "B", False),
     ("<answer>A B C D</answer>", "B", False),
     ("<answer>A</answer><answer>B</answer>", "A", False),
+    ("The correct answer is option **B**", "B", True),
+    ("The correct answer is option **B**: Paris", "B", True),
+    ("The answer is **B)** Paris.", "(B) Paris", True),
+    ("**(B)** is the best choice", "B", True),
+    ("So:\n**B.** Paris", "B", True),
+    ("**Option B**", "B", True),
+    ("Option **A** is wrong, so the answer is option **B**", "A", False),
+    ("The answer is **A** or **B**", "A", False),
 ]
 LISTS = [
     ("\\boxed{5, 6}", "5, 6", True),
