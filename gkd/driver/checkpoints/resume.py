@@ -37,7 +37,7 @@ _FREE = (
 )  # fmt: skip
 """Where files are, whose prompts are compared, and how rewards are computed: a run may have ended for want of time."""
 
-_FILES_OF_SET = re.compile(r"data\.val_sets\.[^.]+\.files")
+_FILES_OF_SET = re.compile(r"data\.val_sets\..+\.files")
 """Free as well: questions of a set are compared."""
 
 _OWN = ("trainer.output_dir", "trainer.resume", "trainer.restarts", "plan")

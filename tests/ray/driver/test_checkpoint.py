@@ -310,7 +310,7 @@ def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_p
         data = {
             "train_files": [f"{directory}/train.jsonl"],
             "val_files": [f"{directory}/val.jsonl"],
-            "val_sets": {"hard": {"files": [f"{directory}/hard.jsonl"]}},
+            "val_sets": {"hard.v1": {"files": [f"{directory}/hard.jsonl"]}},
             "cache_dir": f"{directory}/cache",
         }
         trainer = {"total_steps": 10, "save_every": 1}
@@ -322,7 +322,7 @@ def test_data_that_was_moved_and_rewards_that_need_longer_are_no_other_run(tmp_p
         "data.cache_dir /here/cache -> /there/cache, "
         "data.train_files ['/here/train.jsonl'] -> ['/there/train.jsonl'], "
         "data.val_files ['/here/val.jsonl'] -> ['/there/val.jsonl'], "
-        "data.val_sets.hard.files ['/here/hard.jsonl'] -> ['/there/hard.jsonl'], reward.concurrency 32 -> 8, "
+        "data.val_sets.hard.v1.files ['/here/hard.jsonl'] -> ['/there/hard.jsonl'], reward.concurrency 32 -> 8, "
         "reward.max_failed_share 0.2 -> 0.5, reward.timeout_s 10 -> 60, reward.workers 2 -> 4"
     )
     with pytest.raises(ConfigError, match=r"reward\.length\.target_length=null, this is 3"):
