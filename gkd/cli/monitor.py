@@ -112,8 +112,8 @@ def _gpus(present: Sequence[Gpu], run: RunFiles | None) -> Table:
     for gpu in present:
         groups = [] if run is None else run.groups_on(gpu.uuid)
         reported = [{figure: last.get(f"memory/{group}/{figure}") for figure in FIGURES} for group in groups]
-        row = [str(gpu.index), gpu.name, gpu.capability, f"{_gb(gpu.total):.1f}", f"{_gb(gpu.free):.1f}"]
-        row.append(", ".join(groups))
+        memory = [f"{_gb(size):.1f}" for size in (gpu.total, gpu.free)] if gpu.total else ["", ""]
+        row = [str(gpu.index), gpu.name, gpu.capability, *memory, ", ".join(groups)]
         for figure in FIGURES:
             cells = [value for report in reported if (value := report[figure]) is not None]
             row.append(f"{sum(cells):.1f}" if cells and figure.endswith("_gb") else f"{sum(cells):g}" if cells else "")

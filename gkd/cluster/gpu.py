@@ -51,6 +51,11 @@ def nvml() -> Iterator[Any]:
         return
     try:
         yield pynvml
+    except pynvml.NVMLError_NoPermission as error:
+        raise RunFailed(
+            f"NVIDIA's driver on {platform.node()}: {error} (of a GPU in slices {VISIBLE} is to name these, as "
+            "nvidia-smi -L lists them)"
+        ) from None
     except pynvml.NVMLError as error:
         raise RunFailed(f"NVIDIA's driver on {platform.node()}: {error} (nvidia-smi names the GPU)") from None
     finally:
@@ -76,7 +81,7 @@ def _handles(library: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU of this machine; ``total`` and ``free`` are bytes of its memory."""
+    """One GPU of this machine; ``total`` and ``free`` are bytes of its memory, 0 where this process may not know."""
 
     index: int
     uuid: str
@@ -93,16 +98,30 @@ def read_gpus() -> list[Gpu]:
 
 
 def _read_gpu(library: Any, index: int, handle: Any) -> Gpu:
-    memory = library.nvmlDeviceGetMemoryInfo(handle)
+    total = free = 0
+    with contextlib.suppress(library.NVMLError_NoPermission):  # of a whole GPU, in a container that has a slice of it
+        total, free = _read_memory(library, handle)
     major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
         index=index,
         uuid=str(library.nvmlDeviceGetUUID(handle)),
         name=str(library.nvmlDeviceGetName(handle)),
         capability=f"{major}.{minor}",
-        total=int(memory.total),
-        free=int(memory.free),
+        total=total,
+        free=free,
     )
+
+
+def _read_memory(library: Any, handle: Any) -> tuple[int, int]:
+    """Return bytes of a device's memory, and how many are free; the machine's where it has none of its own (GB10)."""
+    try:
+        memory = library.nvmlDeviceGetMemoryInfo(handle)
+    except library.NVMLError_NotSupported:
+        import psutil
+
+        machine = psutil.virtual_memory()
+        return machine.total, machine.available
+    return int(memory.total), int(memory.free)
 
 
 def read_driver() -> tuple[str, int] | None:
@@ -134,7 +153,7 @@ def read_first_usable() -> tuple[str, int] | None:
         uuids = [str(library.nvmlDeviceGetUUID(handle)) for handle in _handles(library)]
         for entry in usable_devices(os.environ.get(VISIBLE), uuids):
             handle = library.nvmlDeviceGetHandleByUUID(uuid_of(entry, uuids))
-            return str(library.nvmlDeviceGetName(handle)), int(library.nvmlDeviceGetMemoryInfo(handle).total)
+            return str(library.nvmlDeviceGetName(handle)), _read_memory(library, handle)[0]
     return None
 
 
@@ -149,8 +168,7 @@ def read_memory(uuids: list[str]) -> tuple[int, int] | None:
         return None
     with nvml() as library:
         devices = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids if not are_simulated([uuid])]
-        sizes = [library.nvmlDeviceGetMemoryInfo(handle) for handle in devices]
-        return min((int(size.total), int(size.total - size.free)) for size in sizes)
+        return min((total, total - free) for total, free in (_read_memory(library, handle) for handle in devices))
 
 
 def parse_visible_devices(value: str | None) -> list[str] | None:

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from gkd.cli.doctor import _findings
-from gkd.cli.doctor.devices import Gpus, read_gpus
+from gkd.cli.doctor.devices import Gpus, check_gpus, read_gpus
 from gkd.cli.monitor import main as monitor
 from gkd.cluster import gpu
 from gkd.cluster.gpu import index_of, node_indices, usable_devices, uuid_of, visible_devices
@@ -28,8 +28,11 @@ def three_gpus(monkeypatch):
     class NVMLError_NoPermission(NVMLError):
         pass
 
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
     fake = types.ModuleType("pynvml")
-    fake.NVMLError_NoPermission = NVMLError_NoPermission
+    fake.NVMLError_NoPermission, fake.NVMLError_NotSupported = NVMLError_NoPermission, NVMLError_NotSupported
     fake.NVMLError, fake.nvmlInit, fake.nvmlShutdown = NVMLError, lambda: None, lambda: None
     fake.nvmlDeviceGetCount = lambda: 3
     fake.nvmlDeviceGetHandleByIndex = lambda index: index
@@ -171,7 +174,7 @@ def test_the_first_usable_device_is_by_cuda_visible_devices(visible, expected, t
     sizes = dict(zip([*UUIDS, "MIG-7"], [("A", 12), ("B", 24), ("C", 80), ("C MIG", 10)], strict=True))
     three_gpus.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
     three_gpus.nvmlDeviceGetName = lambda handle: sizes[handle][0]
-    three_gpus.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=sizes[handle][1])
+    three_gpus.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=sizes[handle][1], free=0)
     monkeypatch.delenv(gpu.VISIBLE, raising=False)
     if visible is not None:
         monkeypatch.setenv(gpu.VISIBLE, visible)
@@ -189,3 +192,42 @@ def test_a_gpu_is_what_the_driver_says_of_it(three_gpus, monkeypatch):
     assert read_gpus() == Gpus("580.1", 13000, ["NVIDIA H200"] * 3, [40] * 3, [100, 101, 102], [2, 0, "MIG-7"])
     three_gpus.nvmlInit = lambda: (_ for _ in ()).throw(three_gpus.NVMLError())
     assert (gpu.read_gpus(), gpu.read_driver(), read_gpus()) == ([], None, None)
+
+
+def test_a_gpu_without_memory_of_its_own_has_that_of_the_machine(three_gpus, monkeypatch):
+    """As a GB10 (DGX Spark), of which the driver counts none."""
+
+    def get_memory(handle):
+        raise three_gpus.NVMLError_NotSupported("Not Supported")
+
+    monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(total=128, available=100))
+    three_gpus.nvmlDeviceGetMemoryInfo = get_memory
+    three_gpus.nvmlDeviceGetHandleByUUID = UUIDS.index
+    three_gpus.nvmlDeviceGetName = lambda handle: "NVIDIA GB10"
+    three_gpus.nvmlDeviceGetCudaComputeCapability = lambda handle: (12, 1)
+    monkeypatch.delenv(gpu.VISIBLE, raising=False)
+    assert gpu.read_memory([UUIDS[0]]) == (128, 28)
+    assert gpu.read_first_usable() == ("NVIDIA GB10", 128)
+    assert gpu.read_gpus()[0] == gpu.Gpu(0, UUIDS[0], "NVIDIA GB10", "12.1", 128, 100)
+
+
+def test_a_container_with_a_slice_may_not_know_the_memory_of_the_whole_gpu(three_gpus, monkeypatch, capsys):
+    """A run that is on the slice does not need it; one that is not sent there is informed of how it is."""
+
+    def get_memory(handle):
+        if not str(handle).startswith("MIG-"):
+            raise three_gpus.NVMLError_NoPermission("Insufficient Permissions")
+        return types.SimpleNamespace(total=10, free=9)
+
+    three_gpus.nvmlDeviceGetMemoryInfo, three_gpus.nvmlDeviceGetHandleByUUID = get_memory, lambda uuid: uuid
+    three_gpus.nvmlDeviceGetName = lambda handle: "NVIDIA H100"
+    three_gpus.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+    three_gpus.nvmlSystemGetDriverVersion, three_gpus.nvmlSystemGetCudaDriverVersion = lambda: "580.1", lambda: 13000
+    monkeypatch.setenv(gpu.VISIBLE, "MIG-7")
+    assert gpu.read_memory(["MIG-7"]) == (10, 1)
+    assert [finding.level for finding in check_gpus(read_gpus())] == ["ok"]
+    assert monitor(["--once"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "H100" in line)
+    assert row.split() == ["0", "NVIDIA", "H100", "9.0"]
+    with pytest.raises(RunFailed, match=rf"Insufficient Permissions .*{gpu.VISIBLE}"):
+        gpu.read_memory(UUIDS[:1])
