@@ -86,8 +86,7 @@ class LocalNode:
         Ray's agents write their title over their environment. They are found by their logs, as a run is that joined
         the cluster; but only they are of the session that the node began.
         """
-        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        marked = {pid for pid in pids if pid != os.getpid() and _is_marked(pid, self.mark)}
+        marked = {pid for pid in reaper.other_processes() if _is_marked(pid, self.mark)}
         return sorted(marked.union(filter(self._is_of_session, reaper.processes_of(str(self.ray_directory)))))
 
     def _is_of_session(self, pid: int) -> bool:

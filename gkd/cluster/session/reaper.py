@@ -41,8 +41,12 @@ KEPT = "kept"  # a file in a directory whose logs a message has named
 def processes_of(directory: str) -> list[int]:
     """Return pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
     prefix = os.path.realpath(directory) + os.sep
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [pid for pid in pids if pid != os.getpid() and _writes_below(pid, prefix)]
+    return [pid for pid in other_processes() if _writes_below(pid, prefix)]
+
+
+def other_processes() -> list[int]:
+    """Return pids of all processes but this one."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())]
 
 
 def _writes_below(pid: int, prefix: str) -> bool:
@@ -72,10 +76,8 @@ def end(find: Callable[[], list[int]], grace_s: float, mapped: frozenset[tuple[i
     while (left := find()) and time.monotonic() < deadline:
         if time.monotonic() >= kill_at:
             for pid in left:
-                try:
+                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, which is the aim
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:  # it ended meanwhile, which is the aim
-                    continue
         time.sleep(0.05)
     if not left:
         remove_shared_memory(names)
@@ -148,9 +150,7 @@ def remove_shared_memory(names: frozenset[tuple[int, str]]) -> None:
     """Remove files of shared memory that no other process has any more, and that nobody has made anew since."""
     if not names:
         return
-    pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    used = shared_memory(sorted(pids - {os.getpid()}))
-    for number, name in names - used:
+    for number, name in names - shared_memory(other_processes()):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if Path(name).stat().st_ino == number:
                 Path(name).unlink()
