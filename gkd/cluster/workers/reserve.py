@@ -121,27 +121,21 @@ def _count_gpus_to_take(slots: list[Slot], nodes: Sequence[Node], unlucky: froze
     """Return GPUs to take on each node with exact slots: all that are free, so that requested ones are among them.
 
     Ray hands out the lowest first. On an idle node, unless that failed before, the first ones up to the last requested
-    one will do, and the processes that would only look at the others need not start.
+    one will do, with as many others as slots without a range have there: the processes that would only look at the rest
+    need not start.
     """
-    exact_nodes = {slot.node_id for slot in slots if slot.gpus is not None}
     counts: dict[str, int] = {}
     for node in nodes:
         own = [slot for slot in slots if slot.node_id == node.id]
-        if node.id not in exact_nodes:
+        named = {index for slot in own for index in slot.gpus or ()}
+        if not named:
             continue
         counts[node.id] = node.free_gpus
         if node.free_gpus == len(node.gpus) and node.id not in unlucky:
-            last = max(node.gpus.index(index) for slot in own for index in slot.gpus or ())
-            counts[node.id] = min(node.free_gpus, max(last + 1, _count_lowest(node, own)))
+            n_others = sum(slot.n_gpus for slot in own if slot.gpus is None)
+            others = [index for index in node.gpus if index not in named][:n_others]
+            counts[node.id] = 1 + max(map(node.gpus.index, [*named, *others]))
     return counts
-
-
-def _count_lowest(node: Node, own: list[Slot]) -> int:
-    """Return how many of a node's lowest GPUs cover its slots without a range besides those with one."""
-    named = {index for slot in own for index in slot.gpus or ()}
-    n_needed = sum(slot.n_gpus for slot in own if slot.gpus is None)
-    spare = [position for position, index in enumerate(node.gpus) if index not in named]
-    return spare[n_needed - 1] + 1 if n_needed else 0
 
 
 def _attempt(
@@ -173,14 +167,13 @@ def _attempt(
         chosen = choose_devices(slots, available)
         if isinstance(chosen, str):
             raise _AttemptFailed(f"{chosen} is held by someone else")
-        claims_by_slot = [
-            [holders[slot.node_id, index].pop() for index in indices]
-            for slot, indices in zip(slots, chosen, strict=True)
-        ]
-        needed = {id(claim) for slot_claims in claims_by_slot for claim in slot_claims}
+        hosts: dict[str, list[Claim]] = {}
+        for slot, indices in zip(slots, chosen, strict=True):
+            hosts.setdefault(slot.group, []).extend(holders[slot.node_id, index].pop() for index in indices)
+        needed = {id(claim) for own in hosts.values() for claim in own}
         surplus = [claim for claim in claims if id(claim) not in needed]
         session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
-        return _start_colocated(session, requests, _group_claims(requests, slots, claims_by_slot), cluster, share)
+        return _start_colocated(session, requests, hosts, cluster, share)
     except BaseException:
         session.release([claim.worker for claim in claims], reserved)
         raise
@@ -205,7 +198,8 @@ def _take(
         for node_id, count in gpus_to_take.items()
         for _ in range(count)
     ]
-    ready = _wait_ready([main, *(group for _, group in singles)])
+    refs = {group.ready(): group for group in (main, *(group for _, group in singles))}
+    ready = [refs[ref] for ref in ray.wait(list(refs), num_returns=len(refs), timeout=READY_S)[0]]
     if main not in ready:
         raise _AttemptFailed("Ray did not grant it: someone was faster, or has a part of a GPU there")
     late = [group for _, group in singles if group not in ready]
@@ -223,12 +217,6 @@ def _placement_group(session: Session, reserved: list[Any], bundles: list[tuple[
     reserved.append(group)
     session.placement_groups.append(group)
     return group
-
-
-def _wait_ready(groups: list[Any]) -> list[Any]:
-    refs = {group.ready(): group for group in groups}
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=READY_S)
-    return [refs[ref] for ref in ready]
 
 
 def start_workers(
@@ -287,17 +275,6 @@ def _wait_started(refs: Sequence[Any], node_ids: set[str], timeout_s: float) -> 
 def _require_alive(node_ids: set[str]) -> None:
     if not node_ids <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
         raise NodeLostInReservation("a node left")
-
-
-def _group_claims(
-    requests: Sequence[GroupRequest], slots: list[Slot], claims: list[list[Claim]]
-) -> dict[str, list[Claim]]:
-    return {
-        request.group: [
-            claim for slot, kept in zip(slots, claims, strict=True) if slot.group == request.group for claim in kept
-        ]
-        for request in requests
-    }
 
 
 def _start_colocated(
