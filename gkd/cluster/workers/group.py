@@ -72,8 +72,7 @@ class Group:
 
     def submit(self, method: str, *args: Any, activity: str | None = None) -> PendingCall:
         """Start calling ``method`` of every worker's object with the same arguments; wait with :func:`gather`."""
-        refs = [worker.call.remote(method, *args) for worker in self.workers]
-        return self.as_pending(activity or _take_last_part(method), refs)
+        return self.submit_each(method, [args] * len(self), activity=activity)
 
     def submit_each(
         self, method: str, args_per_rank: Sequence[Sequence[Any]], *, activity: str | None = None
@@ -148,18 +147,14 @@ class Group:
         return PendingCall(f"{self.name}: {activity}", tuple(map(str, self.reports)), tuple(refs), self.service)
 
 
-@ray.remote(max_retries=0)  # type: ignore[untyped-decorator]
-def _kill(pid: int) -> None:
-    """Kill a worker of Ray's on this node and its children, unless it has ended."""
-    kill_worker(pid)
-
-
 def kill_worker(pid: int) -> None:
-    """Kill process ``pid`` with its children, if it is a worker of Ray's."""
+    """Kill process ``pid`` of this node with its children, if it is a worker of Ray's and has not ended."""
     with suppress(OSError, psutil.NoSuchProcess):
-        if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-            return
-        end_family(pid)
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            end_family(pid)
+
+
+_kill: Any = ray.remote(max_retries=0)(kill_worker)
 
 
 def gather(

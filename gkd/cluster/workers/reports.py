@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,15 @@ class WorkerReports:
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=REPORT_TIMEOUT_S)[0]) if refs else set()
         received, answers = time.time(), []
         for worker, ref in calls.items():
-            if ref not in ready:
-                self._late[worker] = ref
-                self._name(worker, reports[worker])
-            elif (contents := _answer(ref)) is not None:
-                answers.append(WorkerReport(reports[worker], sent, received, contents))
+            if ref in ready:
+                with suppress(RayError):  # of one that died, which is noticed where it is needed
+                    answers.append(WorkerReport(reports[worker], sent, received, ray.get(ref, timeout=1.0)))
+                continue
+            self._late[worker] = ref
+            if worker not in self._named:
+                self._named.add(worker)
+                text = "%s does not report how much memory it has: no answer within %g s"
+                log.warning(text, reports[worker], REPORT_TIMEOUT_S)
         return answers
 
     def _is_unanswered(self, worker: Any) -> bool:
@@ -59,17 +64,3 @@ class WorkerReports:
         if worker in self._late and ray.wait([self._late[worker]], timeout=0)[0]:
             del self._late[worker]
         return worker in self._late
-
-    def _name(self, worker: Any, who: Report) -> None:
-        if worker not in self._named:
-            self._named.add(worker)
-            log.warning("%s does not report how much memory it has: no answer within %g s", who, REPORT_TIMEOUT_S)
-
-
-def _answer(ref: Any) -> dict[str, Any] | None:
-    """Return what a worker reports; None of one that has died."""
-    try:
-        contents: dict[str, Any] = ray.get(ref, timeout=1.0)
-    except RayError:  # it died, which is noticed where it is needed
-        return None
-    return contents
