@@ -40,9 +40,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _show(placement: Placement, json_path: Path | None) -> None:
-    from gkd.cluster.layout.assignment import assignment_line, print_table
+    from gkd.cluster.layout.assignment import assignment_line, placement_table
+    from gkd.observability.progress import console, print_table
 
-    print_table(placement.reports)
+    print_table(console(), placement_table(placement.reports))
     print(assignment_line(placement.reports), flush=True)
     if json_path is not None:
         placement.write_json(json_path)

@@ -12,7 +12,7 @@ import ray
 from rich.console import Console
 
 from gkd.cluster.health.queues import QueueFile
-from gkd.cluster.layout.assignment import print_table
+from gkd.cluster.layout.assignment import placement_table
 from gkd.cluster.session.connect import Session
 from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.config import Config
@@ -41,7 +41,7 @@ from gkd.observability import report
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines, keep_finite
 from gkd.observability.page.write import write_at_end
-from gkd.observability.progress import Progress, changes
+from gkd.observability.progress import Progress, changes, print_table
 from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
@@ -104,7 +104,7 @@ def _drive(
     """Do the run; returns what it came to, its checkpoints, of which the last may have failed, and its best student."""
     output, requested, config = directory.path, config, lay_out(with_scoring_engines(config, inputs))
     _write(requested, config, output)
-    placement = _place_and_show(config, session, output)
+    placement = _place_and_show(config, session, output, out)
     config = with_transfer(_with_offload(config, placement), placement.groups)
     _write(requested, config, output)  # once more, with what the placement decided
     out.print(step_text(config, inputs.max_length), soft_wrap=True)
@@ -292,11 +292,11 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) 
     return state
 
 
-def _place_and_show(config: Config, session: Session, output: Path) -> Placement:
+def _place_and_show(config: Config, session: Session, output: Path, out: Console) -> Placement:
     """Place the groups; the table is shown and placement.json written also when the check fails."""
 
     def show(placement: Placement, is_right: bool) -> None:
-        print_table(placement.reports, narrow=is_right)
+        print_table(out, placement_table(placement.reports, narrow=is_right))
         placement.write_json(output / PLACEMENT)
 
     return place(config, session, nodes_come=restarts() > 0, show=show)

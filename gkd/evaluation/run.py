@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gkd.cluster.layout.assignment import print_table
+from gkd.cluster.layout.assignment import placement_table
 from gkd.cluster.session.connect import Session, connect
 from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.cluster.workers.reserve import read_nodes
@@ -31,7 +31,7 @@ from gkd.evaluation.rating import score
 from gkd.evaluation.reloading import FurtherWeights, WeightsDeleted, load_weights
 from gkd.evaluation.results import Results
 from gkd.evaluation.scores import RatedAnswer, add_up, group_by_difficulty, means
-from gkd.observability.progress import LINE_EVERY_S, clock
+from gkd.observability.progress import LINE_EVERY_S, clock, print_table
 from gkd.rewards.completion import without_stop
 from gkd.version import __version__
 
@@ -145,8 +145,11 @@ class _EvaluationEngines:
             self._placement.restart("rollout")
         else:
             self._session.release(list(self._session.workers), list(self._session.placement_groups))
-            config_on_nodes = lay_out(config)
-            self._placement = place(config_on_nodes, self._session, show=lambda placed, _: print_table(placed.reports))
+            self._placement = place(
+                lay_out(config),
+                self._session,
+                show=lambda placed, _: print_table(self._out, placement_table(placed.reports)),
+            )
         self._config = config
         n, tp = config.rollout.n_engines, config.rollout.tensor_parallel_size
         over = f" over {tp} GPUs each" if tp > 1 else ""

@@ -9,8 +9,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from gkd.cluster.layout.assignment import print_table
-from gkd.observability.progress import Progress, changes, console, rewrites
+from gkd.cluster.layout.assignment import placement_table
+from gkd.observability.progress import Progress, changes, console, print_table, rewrites
 from tests.cluster.layout.test_assignment import report
 
 
@@ -99,14 +99,12 @@ def test_what_rounds_to_zero_has_no_sign() -> None:
     assert changes({"val/reverse_kl": -1e-9}) == "val/reverse_kl 0.0000"
 
 
-def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart() -> None:
-    out = io.StringIO()
+def test_the_table_of_a_run_fits_80_columns_and_tells_gpus_apart(capsys: pytest.CaptureFixture[str]) -> None:
     uuids = [f"GPU-8f2c1f3e-{n}000-1111-2222-123456789abc" for n in range(2)]
     groups = ("reward_model", "rollout")
-    print_table(
-        [report(g, 15, n, uuid=uuids[n], node="192.168.100.100", pid=4194304) for n, g in enumerate(groups)], out, True
-    )
-    lines = out.getvalue().splitlines()
+    reports = [report(g, 15, n, uuid=uuids[n], node="192.168.100.100", pid=4194304) for n, g in enumerate(groups)]
+    print_table(console(), placement_table(reports, narrow=True))
+    lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split() == ["reward_model", "15", "192.168.100.100", "4194304", "0", "GPU-8f2c1f3e-0"]
     assert lines[2].split()[-1] == "GPU-8f2c1f3e-1"

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from gkd.cluster.gpu import are_simulated, range_text
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from gkd.config.device import Device
 
 USED = 0.1
@@ -134,14 +136,12 @@ def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequ
     return faulty
 
 
-def print_table(reports: Sequence[Report], file: IO[str] | None = None, narrow: bool = False) -> None:
-    """Print one row a worker; rows are never wrapped, so that they can be read and grepped in a log file too.
+def placement_table(reports: Sequence[Report], narrow: bool = False) -> Table:
+    """Return one row a worker, to be printed as wide as it is, so that it can be read and grepped in a log file too.
 
     ``narrow``: within 80 columns, without Ray's ids and with the beginnings of UUIDs; placement.json has them whole.
     """
     from rich.box import SIMPLE  # workers report, and print nothing
-    from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(box=None if narrow else SIMPLE, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
@@ -151,10 +151,7 @@ def print_table(reports: Sequence[Report], file: IO[str] | None = None, narrow: 
         ids = [] if narrow else [",".join(r.ray_gpu_ids)]
         uuids = ",".join(uuid[:UUID_SHOWN] if narrow else uuid for uuid in r.gpu_uuids)
         table.add_row(r.group, str(r.rank), r.node, str(r.pid), r.cuda_visible_devices, *ids, uuids)
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    console.width = max(console.width, width)
-    console.print(table)
+    return table
 
 
 def assignment_line(reports: Sequence[Report]) -> str:

@@ -1,19 +1,19 @@
 """The check of who got which GPU, on made-up reports, and how it is shown."""
 
-import io
 import json
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 
-from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, describe_use, faults, print_table
+from gkd.cluster.layout.assignment import DeviceReport, Report, assignment_line, describe_use, faults, placement_table
 from gkd.cluster.workers import placement as placement_module
 from gkd.cluster.workers.group import Group
 from gkd.cluster.workers.placement import Placement, _require_whole_gpus, place
 from gkd.cluster.workers.reserve import Claim
 from gkd.config import load
 from gkd.errors import ConfigError, RunFailed
+from gkd.observability.progress import console, print_table
 from tests.error_text import contains_in_order
 
 NO_RANGES = {"actor": None, "rollout": None}
@@ -116,15 +116,14 @@ def test_each_node_has_a_range_of_its_own():
     assert contains_in_order(line, "actor", "2 and 2", "3", "10.0.0.2")
 
 
-def test_table_rows_are_not_broken_and_the_line_is_in_order():
+def test_table_rows_are_not_broken_and_the_line_is_in_order(capsys):
     uuid = "GPU-8f2c1f3e-0000-1111-2222-123456789abc"
     reports = [
         report("actor", 0, 0, node="gpu-node-with-a-long-name.cluster.local", uuid=uuid),
         report("rollout", 0, 3),
     ]
-    out = io.StringIO()
-    print_table(reports, out)
-    (row,) = [line for line in out.getvalue().splitlines() if line.strip().startswith("actor")]
+    print_table(console(), placement_table(reports))
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("actor")]
     assert row.split() == ["actor", "0", "gpu-node-with-a-long-name.cluster.local", "100", "0", "0", uuid]
     assert assignment_line(reports) == "GPU Assignments: ['0', '3']"
 
