@@ -17,7 +17,8 @@ from gkd.cluster import host
 from gkd.cluster.gpu import Gpu
 from tests.e2e.conftest import ROOT
 
-H200 = devices.Gpus("570.1", 12080, ["H200", "H200"], [140 * GIB, 140 * GIB], [141 * GIB, 141 * GIB], [0, 1])
+CARDS = [Gpu(i, f"GPU-{i}", "H200", "9.0", 141 * GIB, 140 * GIB) for i in range(2)]
+H200 = devices.Gpus("570.1", 12080, CARDS, [0, 1])
 TORCH = {"cuda": "12.8", "available": True, "count": 2, "nccl": "2.27.3", "gloo": True}
 NODE = cluster.NodeFacts(
     "10.0.0.1/ab", 8, {"python": "3.11.7", "ray": "2.60.0"}, ["GPU-"] * 8, ["GPU-"] * 8, False, "10.0.0.1", 0.0, 0.001
@@ -122,13 +123,11 @@ def test_an_extra_of_a_package_is_looked_at(installed, tmp_path: Path) -> None:
         ({"count": 0, "available": False}, replace(H200, usable=[]), "ok", "on the CPU"),
         ({"cuda": None}, H200, "warning", "CPU build"),
         ({"nccl": None}, H200, "failed", "GPUs cannot"),
-        ({"gloo": False}, None, "failed", "ranks cannot"),
-        ({}, None, "ok", "on the CPU"),
+        ({"gloo": False}, devices.NO_GPUS, "failed", "ranks cannot"),
+        ({}, devices.NO_GPUS, "ok", "on the CPU"),
     ],
 )
-def test_torch_against_driver_and_gpus(
-    facts: dict[str, object], gpus: devices.Gpus | None, level: str, expected: str
-) -> None:
+def test_torch_against_driver_and_gpus(facts: dict[str, object], gpus: devices.Gpus, level: str, expected: str) -> None:
     findings = [*devices.compare_torch({**TORCH, **facts}, gpus)]  # type: ignore[dict-item]
     assert any(expected in f.observation for f in of_level(findings, level))
 
@@ -140,7 +139,7 @@ def test_every_supported_torch_is_right_with_gpus() -> None:
 
 
 def test_a_gpu_that_somebody_uses() -> None:
-    busy = replace(H200, free=[140 * GIB, 20 * GIB])
+    busy = replace(H200, there=[CARDS[0], replace(CARDS[1], free=20 * GIB)])
     (finding,) = of_level(devices.check_gpus(busy), "warning")
     assert finding.observation.startswith("GPU 1: 121.0 of 141.0 GiB")
 
@@ -153,9 +152,8 @@ def test_a_gpu_that_was_left_out_is_no_trouble(
     visible: str, warned: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the warning of a GPU in use advises; a run on none of them computes on the CPU."""
-    there = [Gpu(i, f"GPU-{i}", "H200", "9.0", 141 * GIB, free * GIB) for i, free in enumerate((140, 20))]
     monkeypatch.setattr("gkd.cluster.gpu.read_driver", lambda: ("570.1", 12080))
-    monkeypatch.setattr("gkd.cluster.gpu.read_gpus", lambda: there)
+    monkeypatch.setattr("gkd.cluster.gpu.read_gpus", lambda: [CARDS[0], replace(CARDS[1], free=20 * GIB)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     findings = [*devices.check_gpus(devices.read_gpus())]
     assert bool(of_level(findings, "warning")) == warned

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from gkd.cli.doctor import _findings
-from gkd.cli.doctor.devices import Gpus, check_gpus, read_gpus
+from gkd.cli.doctor.devices import NO_GPUS, Gpus, check_gpus, read_gpus
 from gkd.cli.monitor import main as monitor
 from gkd.cluster import gpu
 from gkd.cluster.gpu import index_of, node_indices, usable_devices, uuid_of, visible_devices
@@ -189,9 +189,9 @@ def test_a_gpu_is_what_the_driver_says_of_it(three_gpus, monkeypatch):
     assert gpu.read_gpus()[2] == gpu.Gpu(2, "GPU-bbbb3333", "NVIDIA H200", "9.0", 102, 40)
     assert gpu.read_driver() == ("580.1", 13000)
     monkeypatch.setenv(gpu.VISIBLE, "2,GPU-aaaa1,MIG-7,5,1")
-    assert read_gpus() == Gpus("580.1", 13000, ["NVIDIA H200"] * 3, [40] * 3, [100, 101, 102], [2, 0, "MIG-7"])
+    assert read_gpus() == Gpus("580.1", 13000, gpu.read_gpus(), [2, 0, "MIG-7"])
     three_gpus.nvmlInit = lambda: (_ for _ in ()).throw(three_gpus.NVMLError())
-    assert (gpu.read_gpus(), gpu.read_driver(), read_gpus()) == ([], None, None)
+    assert (gpu.read_gpus(), gpu.read_driver(), read_gpus()) == ([], None, NO_GPUS)
 
 
 def test_a_gpu_without_memory_of_its_own_has_that_of_the_machine(three_gpus, monkeypatch):

@@ -153,7 +153,7 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
-def versions(gpus: Gpus | None) -> dict[str, Any]:
+def versions(gpus: Gpus) -> dict[str, Any]:
     """Of Python, what is installed, the driver and the GPUs."""
     facts: dict[str, Any] = {"python": sys.version.split()[0]}
     for name in PACKAGES:
@@ -161,8 +161,8 @@ def versions(gpus: Gpus | None) -> dict[str, Any]:
             facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    if gpus is not None and gpus.names:
-        facts |= {"driver": gpus.driver, "gpus": gpus.names}
+    if gpus.there:
+        facts |= {"driver": gpus.driver, "gpus": [gpu.name for gpu in gpus.there]}
     return facts
 
 
@@ -233,9 +233,9 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     return options
 
 
-def _n_gpus(gpus: Gpus | None, rehearse: bool) -> int:
+def _n_gpus(gpus: Gpus, rehearse: bool) -> int:
     """GPUs to use, 0 in a rehearsal. Raises ConfigError where the machine and the wish do not go together."""
-    there = 0 if gpus is None else len(gpus.names)
+    there = len(gpus.there)
     if rehearse:
         if there and installed_device() == "cuda":
             raise ConfigError(f"--rehearse is for a machine without GPUs, and this one has {there}")

@@ -45,17 +45,17 @@ def _findings(address: str | None) -> Iterator[Finding]:
     from gkd.cli.doctor import devices, packages, system
     from gkd.cluster.session import local
 
+    gpus, lost = devices.NO_GPUS, list[Finding]()
     try:
         gpus = devices.read_gpus()
-        about_gpus = devices.check_gpus(gpus)
     except RunFailed as error:
-        gpus, about_gpus = None, iter([fail("gpus", str(error), "reset that GPU, or the machine: no run starts here")])
-    n_gpus = 0 if gpus is None else len(gpus.names)
+        lost.append(fail("gpus", str(error), "reset that GPU, or the machine: no run starts here"))
+    n_gpus = len(gpus.there)
     yield from packages.check_python()
     yield from packages.check_packages()
     yield from packages.check_build(n_gpus)
     yield from packages.check_bytecode()
-    yield from about_gpus
+    yield from lost or devices.check_gpus(gpus)
     yield from devices.check_compiler(gpus)
     yield from devices.check_mps(gpus)
     yield from devices.check_torch(gpus)

@@ -32,69 +32,70 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Gpus:
-    """NVML's report: the driver, the newest CUDA it runs (1000 major + 10 minor), names, free and total bytes.
+    """NVML's report: the driver, the newest CUDA it runs (1000 major + 10 minor), and the GPUs that are there.
 
     ``usable`` has the devices that CUDA_VISIBLE_DEVICES lets a process of this user's see: indices, or a slice's UUID.
     """
 
     driver: str
     cuda: int
-    names: list[str]
-    free: list[int]
-    total: list[int]
+    there: list[gpu.Gpu]
     usable: list[int | str]
 
 
-def read_gpus() -> Gpus | None:
-    """Return what there is; None where there is no driver, or no package to reach it, which another check reports.
+NO_GPUS = Gpus("", 0, [], [])
+
+
+def read_gpus() -> Gpus:
+    """Return what there is; none where there is no driver, or no package to reach it, which another check reports.
 
     Raises RunFailed where the driver answers with an error.
     """
     try:
         driver, there = gpu.read_driver(), gpu.read_gpus()
     except ConfigError:
-        return None
+        return NO_GPUS
     if driver is None:
-        return None
+        return NO_GPUS
     uuids = [one.uuid for one in there]
     named = (gpu.uuid_of(entry, uuids) for entry in gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids))
     usable: list[int | str] = [uuids.index(uuid) if uuid in uuids else uuid for uuid in named if uuid is not None]
-    return Gpus(*driver, [one.name for one in there], [one.free for one in there], [one.total for one in there], usable)
+    return Gpus(*driver, there, usable)
 
 
-def check_gpus(gpus: Gpus | None) -> Iterator[Finding]:
+def check_gpus(gpus: Gpus) -> Iterator[Finding]:
     """Check which there are, and whether somebody else uses them."""
-    if gpus is None or not gpus.names:
+    if not gpus.there:
         yield confirm("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
         return
-    names = f"driver {gpus.driver}: {', '.join(sorted(set(gpus.names)))}"
+    names = f"driver {gpus.driver}: {', '.join(sorted({one.name for one in gpus.there}))}"
     if not gpus.usable:
-        lets = f"{gpu.VISIBLE}={os.environ.get(gpu.VISIBLE)} leaves out all {len(gpus.names)}, {names}"
+        lets = f"{gpu.VISIBLE}={os.environ.get(gpu.VISIBLE)} leaves out all {len(gpus.there)}, {names}"
         yield warn("gpus", lets, f"unset {gpu.VISIBLE}, unless runs are to compute on the CPU")
         return
     yield confirm("gpus", f"{_count_usable(gpus)}, {names}")
-    for index, (free, total) in enumerate(zip(gpus.free, gpus.total, strict=True)):
-        if index in gpus.usable and free < 0.9 * total:
+    for one in gpus.there:
+        if one.index in gpus.usable and one.free < 0.9 * one.total:
             yield warn(
                 "gpus",
-                f"GPU {index}: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use",
-                f"nvidia-smi --id={index} names the processes; leave the GPU out with CUDA_VISIBLE_DEVICES",
+                f"GPU {one.index}: {(one.total - one.free) / GIB:.1f} of {one.total / GIB:.1f} GiB are in use",
+                f"nvidia-smi --id={one.index} names the processes; leave the GPU out with CUDA_VISIBLE_DEVICES",
             )
 
 
 def _count_usable(gpus: Gpus) -> str:
     """Return ``2``, or ``1 of 2 (CUDA_VISIBLE_DEVICES)``, or ``7 slices of 1``."""
     if _are_slices(gpus):
-        return f"{len(gpus.usable)} slices of {len(gpus.names)}"
-    left_out = len(gpus.usable) < len(gpus.names)
-    return f"{len(gpus.usable)} of {len(gpus.names)} ({gpu.VISIBLE})" if left_out else f"{len(gpus.names)}"
+        return f"{len(gpus.usable)} slices of {len(gpus.there)}"
+    left_out = len(gpus.usable) < len(gpus.there)
+    return f"{len(gpus.usable)} of {len(gpus.there)} ({gpu.VISIBLE})" if left_out else f"{len(gpus.there)}"
 
 
 def _are_slices(gpus: Gpus) -> bool:
     return any(isinstance(device, str) for device in gpus.usable)
 
 
-def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
+def check_torch(gpus: Gpus) -> Iterator[Finding]:
     """Import torch and transformers, as a worker does, and compare torch's CUDA with the driver's; NCCL."""
     try:
         probe = subprocess.run(
@@ -110,9 +111,9 @@ def check_torch(gpus: Gpus | None) -> Iterator[Finding]:
     yield from compare_torch(json.loads(probe.stdout.splitlines()[-1]), gpus)
 
 
-def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
+def check_compiler(gpus: Gpus) -> Iterator[Finding]:
     """Compile what includes Python.h where there are GPUs: Triton does, for vLLM's kernels, in eager mode too."""
-    if gpus is None or not gpus.names:
+    if not gpus.there:
         return
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's own order
     do = "install one with Python's headers (Debian: apt-get install gcc python3-dev), or set CC"
@@ -139,10 +140,10 @@ def check_compiler(gpus: Gpus | None) -> Iterator[Finding]:
         yield fail("compiler", f"{compiler} cannot compile with {headers}/Python.h: {wrong}", do)
 
 
-def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
+def check_mps(gpus: Gpus) -> Iterator[Finding]:
     """Ask CUDA's Multi-Process Service whether it runs, where there are GPUs and the driver came with it."""
     control = shutil.which("nvidia-cuda-mps-control")
-    if gpus is None or not gpus.names or control is None:
+    if not gpus.there or control is None:
         return
     where = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     try:
@@ -158,10 +159,10 @@ def check_mps(gpus: Gpus | None) -> Iterator[Finding]:
         yield confirm("mps", "does not run: groups that share a GPU compute on it in turn")
 
 
-def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus | None) -> Iterator[Finding]:
+def compare_torch(facts: dict[str, str | int | bool | None], gpus: Gpus) -> Iterator[Finding]:
     """Compare what torch finds (``facts``, of _PROBE) with the machine's GPUs."""
     version, cuda = metadata.version("torch"), facts["cuda"]
-    if gpus is None or not gpus.usable:
+    if not gpus.usable:
         yield confirm("torch", f"{version} on the CPU")
         if not facts["gloo"]:
             yield fail("gloo", "torch was built without it, so ranks cannot talk on a CPU", "install torch's own build")

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gkd.cli.doctor.devices import Gpus
+from gkd.cli.doctor.devices import NO_GPUS, Gpus
+from gkd.cluster.gpu import Gpu
 from gkd.errors import ConfigError
 from tests.e2e.conftest import ROOT
 from tests.gpu import acceptance
@@ -171,11 +172,11 @@ def test_a_check_that_runs_again_replaces_its_record(tmp_path: Path) -> None:
 
 
 def test_the_machine_and_the_wish_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = Gpus("570.1", 13000, ["H200"], [1], [1], [0])
+    h200 = Gpus("570.1", 13000, [Gpu(0, "GPU-0", "H200", "9.0", 1, 1)], [0])
     monkeypatch.setattr(acceptance, "installed_device", lambda: "cuda")
     assert acceptance._n_gpus(h200, False) == 1
-    assert acceptance._n_gpus(None, True) == 0
-    for gpus, rehearse in ((h200, True), (None, False)):
+    assert acceptance._n_gpus(NO_GPUS, True) == 0
+    for gpus, rehearse in ((h200, True), (NO_GPUS, False)):
         with pytest.raises(ConfigError):
             acceptance._n_gpus(gpus, rehearse)
     monkeypatch.setattr(acceptance, "installed_device", lambda: "cpu")

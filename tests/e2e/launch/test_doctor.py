@@ -22,7 +22,7 @@ from tests.error_text import contains_in_order
 
 
 def test_a_compiler_is_looked_for_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert [*devices.check_compiler(None)] == []
+    assert [*devices.check_compiler(devices.NO_GPUS)] == []
     monkeypatch.delenv("CC", raising=False)
     (finding,) = devices.check_compiler(H200)
     assert (finding.level, finding.subject) == ("ok", "compiler")
@@ -61,7 +61,7 @@ def test_whether_mps_runs_is_asked_of_its_control(
     (finding,) = devices.check_mps(H200)
     assert (finding.level, finding.subject) == (level, "mps")
     assert re.search(pattern, finding.observation)
-    assert [*devices.check_mps(None)] == []
+    assert [*devices.check_mps(devices.NO_GPUS)] == []
 
 
 def test_the_quickstart_asks_for_a_compiler_before_it_installs(tmp_path: Path) -> None:
