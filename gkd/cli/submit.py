@@ -115,7 +115,7 @@ def _address(named: str | None) -> str:
 
 def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
     """Return what is to be submitted, checked. Raises ConfigError where one run could not begin."""
-    from gkd.cli.sweep import expand
+    from gkd.cli.sweep import expand, output_of
     from gkd.config.cluster import Cluster
     from gkd.config.compose import compose
     from gkd.config.overrides import literal_override
@@ -124,10 +124,10 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
     if not multirun:
         config = compose(overrides)
         name = f"{config.recipe}-{stamp}"
-        return [JobRun(name, _output(config, name), overrides, config)]
+        return [JobRun(name, output_of(config, name), overrides, config)]
     expanded = list(expand(overrides))
     configs = [compose(run.overrides) for run in expanded]
-    directory = _output(configs[0], f"sweep_{stamp}")  # of all, whatever their recipes
+    directory = output_of(configs[0], f"sweep_{stamp}")  # of all, whatever their recipes
     runs = []
     for number, (run, config) in enumerate(zip(expanded, configs, strict=True), 1):
         further = []
@@ -140,13 +140,6 @@ def _runs(overrides: Sequence[str], multirun: bool) -> list[JobRun]:
             JobRun(f"{config.recipe}-{stamp}-{number}", directory / run.name, (*run.overrides, *further), config)
         )
     return runs
-
-
-def _output(config: Config, name: str) -> Path:
-    """Return where a run, or a sweep, writes: what is set, or a directory of this name."""
-    from gkd.config import user_path
-
-    return Path.cwd() / user_path(config.trainer.output_dir or f"outputs/{config.recipe}/{name}")
 
 
 def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:

@@ -66,7 +66,8 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
     """
     runs = list(expand(overrides))
     configs = [configure(run.overrides) for run in runs]
-    directory = _directory(configs[0])
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    directory = output_of(configs[0], f"sweep_{stamp}")
     for run, config in zip(runs, configs, strict=True):
         require_no_run(directory / run.name, bool(config.trainer.resume))
     _require_files(configs)
@@ -163,10 +164,9 @@ def _as_name(text: str) -> str:
     return plain
 
 
-def _directory(config: Config) -> Path:
-    """Return where the runs' directories are."""
-    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return user_path(config.trainer.output_dir or f"outputs/{config.recipe}/sweep_{stamp}").absolute()
+def output_of(config: Config, name: str) -> Path:
+    """Return where a sweep, or a job, writes: what is set, or a directory of this name."""
+    return user_path(config.trainer.output_dir or f"outputs/{config.recipe}/{name}").absolute()
 
 
 def _run(run: SweptRun, config: Config, directory: Path, descriptor: int) -> int:
