@@ -25,13 +25,16 @@ print((client.internal_kv_get(b"CLUSTER_METADATA", b"cluster") or b"{}").decode(
 """
 
 
-def use_token() -> None:
-    """Show this user's Ray token (RAY_AUTH_TOKEN, ~/.ray/auth_token) to clusters, where there is one.
+def use_token() -> bool:
+    """Show this user's Ray token (RAY_AUTH_TOKEN, ~/.ray/auth_token) to clusters, unless RAY_AUTH_MODE states whether.
 
-    From then on this process refuses clusters that have none themselves, so only for one that asks for it.
+    Returns whether there is one, which was not shown before. From then on this process refuses clusters that have none
+    themselves, so only for one that asks for it.
     """
-    if _may_use_token():
-        require_token()
+    if "RAY_AUTH_MODE" in os.environ or not _has_token():
+        return False
+    require_token()
+    return True
 
 
 def require_token() -> None:
@@ -65,11 +68,6 @@ def use_own_token() -> None:
     if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         _loader().reset_cache()
-
-
-def _may_use_token() -> bool:
-    """Return whether there is a token, and RAY_AUTH_MODE does not state whether it is to be shown."""
-    return "RAY_AUTH_MODE" not in os.environ and _has_token()
 
 
 def _has_token() -> bool:
@@ -118,8 +116,7 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         if "uthenticat" in str(error.stderr):
-            if _may_use_token():
-                use_token()
+            if use_token():
                 return _metadata(address, where, timeout_s)
             raise ConfigError(
                 f"{where}: this cluster requires a token: copy ~/.ray/auth_token from the machine of its head"
