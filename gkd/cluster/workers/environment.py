@@ -19,9 +19,9 @@ BYTES_PER_THREAD = 4 << 20
 students and teachers of 0.1 and 0.6 million parameters all processes of a run take 0.84 of the CPU time on one."""
 WEIGHTS = {".safetensors", ".bin"}
 ALLOCATOR_VARIABLES = {
-    "MALLOC_MMAP_THRESHOLD_": 32 << 20,
-    "MALLOC_TRIM_THRESHOLD_": 512 << 20,
-    "MALLOC_TOP_PAD_": 16 << 20,
+    "MALLOC_MMAP_THRESHOLD_": (32 << 20, -3),
+    "MALLOC_TRIM_THRESHOLD_": (512 << 20, -1),
+    "MALLOC_TOP_PAD_": (16 << 20, -2),
 }
 """Memory that a process without a GPU frees and soon wants again is kept, instead of given back to the system.
 
@@ -29,9 +29,9 @@ Every operation of torch on a CPU allocates its result. glibc gives larger piece
 clears and maps each page anew when it is next written to, which takes a third of the time of a small model. By glibc's
 names: from this size on a piece is mapped by itself, and given back when it is freed (older glibc takes no larger
 limit, and with one of 256 MiB a teacher with pieces of 64 MiB was 0.95 of the time, a student none); so many free bytes
-are kept at the end of a heap; it grows by so many. A process reads them as it starts.
+are kept at the end of a heap; it grows by so many. A process reads them as it starts. The other numbers are what
+mallopt calls them by (<malloc.h>).
 """
-_MALLOPT_NUMBERS = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # of <malloc.h>
 
 
 def environment(device: Device, models: Iterable[str], cpu_threads: int | None = None) -> dict[str, str]:
@@ -68,7 +68,7 @@ def environment(device: Device, models: Iterable[str], cpu_threads: int | None =
         # All that would be compiled in eager mode is the count behind a token's rank, in 5 to 18 s.
         "TORCHDYNAMO_DISABLE": "1",
         # What the user has set, processes have read as they started.
-        **{name: str(size) for name, size in ALLOCATOR_VARIABLES.items() if name not in os.environ},
+        **{name: str(size) for name, (size, _) in ALLOCATOR_VARIABLES.items() if name not in os.environ},
     }
 
 
@@ -78,7 +78,7 @@ def allocate_by(variables: Mapping[str, str]) -> None:
     Other C libraries than glibc have no such limits, and nothing happens there.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for name, number in _MALLOPT_NUMBERS.items():
+    for name, (_, number) in ALLOCATOR_VARIABLES.items():
         if mallopt is not None and name in variables:
             mallopt(number, int(variables[name]))
 
