@@ -150,6 +150,7 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
     from ray.util import get_node_ip_address
 
     from gkd.cluster.session import local
+    from gkd.cluster.session.port import find_bind_error
     from gkd.cluster.session.shutdown import ignore_signals
 
     if not any(option.startswith("--object-store-memory") for option in further):
@@ -164,6 +165,9 @@ def _new_node(options: argparse.Namespace, further: list[str]) -> local.LocalNod
         options.port, options.dashboard_port = options.port or PORT, options.dashboard_port or DASHBOARD_PORT
         _require_free(options.port, "--port")
         _require_free(options.dashboard_port, "--dashboard-port")
+        if obstacle := find_bind_error(options.dashboard_host, options.dashboard_port):
+            text = f"--dashboard-host {options.dashboard_host}: the dashboard cannot listen there ({obstacle})"
+            raise ConfigError(f"{text}; 0.0.0.0 stands for every address of this machine")
         address, dashboard = build_address(ip, options.port), _dashboard(options, ip)
     else:
         _wait_for_head(options.address, options.wait)

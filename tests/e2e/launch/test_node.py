@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -16,6 +17,7 @@ from gkd.cli.launch.node import _parser, _ray_options, main
 from gkd.cluster import gpu
 from gkd.cluster.session import local
 from gkd.cluster.session.local import LocalNode
+from gkd.cluster.session.port import free_port
 from tests.error_text import contains_in_order
 from tests.messages import NODE, entries, names_what_is_wrong, overrides
 
@@ -97,6 +99,14 @@ def test_a_machine_does_not_join_a_cluster_twice_by_two_names_of_its_head(
     finally:
         node.kill()
         node.wait()
+
+
+def test_a_host_that_the_dashboard_cannot_listen_at_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the address by which others reach a machine of a cloud, which is none of its own."""
+    ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
+    assert main(["head", *ports, "--dashboard-host", "203.0.113.9"]) == 2
+    reason = os.strerror(errno.EADDRNOTAVAIL)
+    assert contains_in_order(capsys.readouterr().err, "--dashboard-host 203.0.113.9: ", reason)
 
 
 @pytest.mark.parametrize(
