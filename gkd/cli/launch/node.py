@@ -215,7 +215,7 @@ def _wait_for_head(address: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return require_cluster(address, "--address", CONNECT_TIMEOUT_S)
+            return require_cluster(address, "--address")
         except ConfigError:
             if time.monotonic() > deadline:
                 raise

@@ -16,6 +16,7 @@ from gkd.cluster.session.port import connect
 from gkd.durable import create_secret, reason
 from gkd.errors import ConfigError
 
+CONNECT_TIMEOUT_S = 10.0
 TOKEN = ".ray/auth_token"  # in the home directory, where Ray looks for it
 _PROBE = """
 import sys
@@ -80,10 +81,10 @@ def _loader() -> Any:
     return raylet.AuthenticationTokenLoader.instance()
 
 
-def require_cluster(address: str, setting: str, timeout_s: float) -> None:
+def require_cluster(address: str, setting: str) -> None:
     """Raise ConfigError, naming ``setting``, unless the head of a Ray cluster of this version answers at ``host:port``.
 
-    A connection may take ``timeout_s`` seconds, an answer three times as long.
+    A connection may take :data:`CONNECT_TIMEOUT_S`, an answer three times as long.
     """
     where = f"{setting}={address}"
     if "://" in address:
@@ -94,21 +95,21 @@ def require_cluster(address: str, setting: str, timeout_s: float) -> None:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{where}: expected host:port, such as 10.0.0.1:6379, or auto")
     try:
-        connect(address, timeout_s)
+        connect(address, CONNECT_TIMEOUT_S)
     except OSError as error:
         raise ConfigError(
             f"{where}: nothing answers there ({error}); start Ray with ./launch/ray_cluster.sh head, "
             "or leave the address out for a private one"
         ) from None
-    require_same_ray(_metadata(address, where, timeout_s), where)
+    require_same_ray(_metadata(address, where), where)
 
 
-def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
+def _metadata(address: str, where: str) -> dict[str, str]:
     """Return what the cluster has written of itself. Ray may abort the process that reads it, which is another one."""
     try:
         probe = subprocess.run(
             [sys.executable, "-c", _PROBE, address],
-            timeout=3 * timeout_s,
+            timeout=3 * CONNECT_TIMEOUT_S,
             check=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -117,7 +118,7 @@ def _metadata(address: str, where: str, timeout_s: float) -> dict[str, str]:
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         if "uthenticat" in str(error.stderr):
             if use_token():
-                return _metadata(address, where, timeout_s)
+                return _metadata(address, where)
             raise ConfigError(
                 f"{where}: this cluster requires a token: copy ~/.ray/auth_token from the machine of its head"
             ) from None

@@ -335,7 +335,7 @@ def test_an_address_that_cannot_be_is_one_line(address, expected):
 
 
 def test_an_address_that_takes_the_call_but_is_no_ray_is_one_line(monkeypatch):
-    monkeypatch.setattr("gkd.cluster.session.connect.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gkd.cluster.session.address.CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         pattern = r"^RAY_ADDRESS=.*: what answers there is not a Ray"
