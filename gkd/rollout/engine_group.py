@@ -111,7 +111,7 @@ class EngineGroup(WatchedGroup):
             self._stream(engine)
             return []
         except RayError as error:
-            raise self.group.explain(engine, error) from error
+            raise explain(error, str(self.group.reports[engine])) from error
 
     def drop(self, engine: int) -> None:
         """Take no more samples of an engine that died."""

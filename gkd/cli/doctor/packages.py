@@ -116,7 +116,7 @@ def check_bytecode() -> Iterator[Finding]:
     sources = {name: file for name in LARGE if (file := _find_package(name)) is not None}
     files = {name: Path(cache_from_source(str(source))) for name, source in sources.items()}
     lacking = [name for name, file in files.items() if not file.is_file()]
-    kept = [name for name in lacking if sys.dont_write_bytecode or not _is_writable(files[name].parent)]
+    kept = [name for name in lacking if sys.dont_write_bytecode or not os.access(find_existing(files[name]), os.W_OK)]
     if kept:
         reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directories are read-only"
         folders = " ".join(sorted({str(sources[name].parent.parent) for name in kept}))
@@ -134,11 +134,6 @@ def _find_package(name: str) -> Path | None:
     """Return the file that an import of a package begins with, without importing anything."""
     files = (Path(folder, name, "__init__.py") for folder in sys.path)
     return next((file for file in files if file.is_file()), None)
-
-
-def _is_writable(directory: Path) -> bool:
-    """Return whether files can be made in a directory, which may have to be made first."""
-    return os.access(find_existing(directory), os.W_OK)
 
 
 def _advise_fresh_install(device: str = "") -> str:

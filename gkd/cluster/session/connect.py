@@ -131,7 +131,9 @@ def _connect(config: Config) -> Iterator[Session]:
                 session.claim = reaper.claim(session.directory)
                 watchdog = reaper.watch(session.directory)
                 _start_private(session.directory, *start, reconnect_s=_longest_end_s(config))
-        session.control = _watch_control(config, private=session.directory is not None)
+        grace_s = RESTART_GRACE_S if session.directory is None else 1.5
+        time_left_s = finish_s(state.get_system_config(), config.trainer.save_timeout_s)
+        session.control = ControlService(ray.get_runtime_context().gcs_address, grace_s, time_left_s)
         yield session
     except BaseException as error:
         # Logs of the workers are worth keeping only where something in them may explain the failure.
@@ -140,13 +142,6 @@ def _connect(config: Config) -> Iterator[Session]:
         raise
     else:
         _close(session, connected_before, watchdog, keep_logs=False)
-
-
-def _watch_control(config: Config, private: bool) -> ControlService:
-    """Watch the control service of the Ray that this process is connected to."""
-    address: str = ray.get_runtime_context().gcs_address
-    time_left_s = finish_s(state.get_system_config(), config.trainer.save_timeout_s)
-    return ControlService(address, 1.5 if private else RESTART_GRACE_S, time_left_s)
 
 
 def _longest_end_s(config: Config) -> int:

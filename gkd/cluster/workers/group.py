@@ -120,13 +120,9 @@ class Group:
     def stream(self, rank: int, method: str, *args: Any) -> Any:
         """Return Ray's generator of references to what a generator method of one worker's object yields.
 
-        Errors come from ``ray.get`` of an item as Ray's own; :meth:`explain` names them.
+        Errors come from ``ray.get`` of an item as Ray's own; :func:`gkd.cluster.workers.failure.explain` names them.
         """
         return self.workers[rank].stream.remote(method, *args)
-
-    def explain(self, rank: int, error: Exception) -> Exception:
-        """Return the error to raise for what ``ray.get`` raised about a rank: RunFailed or ConfigError, in one line."""
-        return explain(error, str(self.reports[rank]))
 
     def end(self, rank: int) -> None:
         """End a worker that hangs, and its children, which may hold GPUs and wait for each other there.

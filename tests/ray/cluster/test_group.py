@@ -75,7 +75,8 @@ def test_a_stream_yields_each_item_as_soon_as_it_is_there(groups):
 def test_an_error_in_a_stream_is_named_too(groups):
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         ray.get(next(groups["rollout"].stream(1, "count", "many")))
-    assert re.match(r"rollout rank 1 .* raised TypeError: ", str(groups["rollout"].explain(1, caught.value)))
+    error = explain(caught.value, str(groups["rollout"].reports[1]))
+    assert re.match(r"rollout rank 1 .* raised TypeError: ", str(error))
 
 
 def test_one_that_ray_ended_for_lack_of_memory_is_dead_and_others_can_go_on():
