@@ -235,9 +235,8 @@ def indices_of_raylet(n_gpus: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that a process sees: their number, their UUIDs and their indices, in CUDA's order."""
+    """The devices that a process sees: their UUIDs and their indices, in CUDA's order."""
 
-    count: int
     uuids: list[str]
     indices: list[int]
 
@@ -251,15 +250,11 @@ def visible_devices(visible: str, node_id: str) -> Devices:
     has_numbers = all(entry.isdigit() for entry in entries)
     listed = [] if has_numbers else parse_visible_devices(read_raylet_environment().get(VISIBLE)) or []
     uuids = [] if os.environ.get(SIMULATED) == "1" else nvml_uuids()
-    if not uuids:  # no GPU on this machine: Ray's numbers are all there is
-        indices = [index_of(entry, uuids, listed) for entry in entries]
-        return Devices(len(entries), [f"{STAND_IN}{node_id[:8]}-{entry}" for entry in entries], indices)
-    pairs = [(uuid_of(entry, uuids), index_of(entry, uuids, listed)) for entry in entries]
-    return Devices(
-        count=sum(uuid is not None for uuid, _ in pairs),
-        uuids=[uuid for uuid, _ in pairs if uuid is not None],
-        indices=[index for uuid, index in pairs if uuid is not None],
-    )
+    if uuids:
+        named = [(entry, uuid) for entry in entries if (uuid := uuid_of(entry, uuids)) is not None]
+    else:  # no GPU on this machine: Ray's numbers are all there is
+        named = [(entry, f"{STAND_IN}{node_id[:8]}-{entry}") for entry in entries]
+    return Devices([uuid for _, uuid in named], [index_of(entry, uuids, listed) for entry, _ in named])
 
 
 def range_text(indices: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ def report(group: str, rank: int, uuid: str, node: str = "10.0.0.1") -> Report:
         pid=100 + rank,
         cuda_visible_devices="0",
         ray_gpu_ids=["0"],
-        device_count=1,
         gpu_uuids=[uuid],
         gpu_indices=[0],
     )

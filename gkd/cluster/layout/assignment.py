@@ -36,7 +36,6 @@ class DeviceReport:
     pid: int
     cuda_visible_devices: str
     ray_gpu_ids: list[str]
-    device_count: int
     gpu_uuids: list[str]
     gpu_indices: list[int]
     """The numbers that ``gpus`` ranges call the devices by."""
@@ -110,9 +109,9 @@ def _wrong_devices(reports: Sequence[Report]) -> list[str]:
         if report.cuda_visible_devices.split(",") != report.ray_gpu_ids:
             ray_ids = ",".join(report.ray_gpu_ids)
             faulty.append(f"{report} sees CUDA_VISIBLE_DEVICES={report.cuda_visible_devices} but Ray gave it {ray_ids}")
-        elif report.device_count != 1 or len(report.gpu_uuids) != 1:
+        elif len(report.gpu_uuids) != 1:
             faulty.append(
-                f"{report} sees {report.device_count} GPUs instead of 1 "
+                f"{report} sees {len(report.gpu_uuids)} GPUs instead of 1 "
                 f"under CUDA_VISIBLE_DEVICES={report.cuda_visible_devices}"
             )
     return faulty

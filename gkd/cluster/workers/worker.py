@@ -90,7 +90,6 @@ class Worker:
             pid=os.getpid(),
             cuda_visible_devices=visible,
             ray_gpu_ids=self._ray_gpu_ids,
-            device_count=devices.count,
             gpu_uuids=devices.uuids,
             gpu_indices=devices.indices,
             gpu_bytes=None if memory is None else memory[0],

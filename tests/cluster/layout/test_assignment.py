@@ -22,7 +22,7 @@ NO_RANGES = {"actor": None, "rollout": None}
 def report(group, rank, gpu, uuid=None, **changes):
     facts = {
         "node_id": "n1", "ip": "10.0.0.1", "pid": 100 + gpu, "cuda_visible_devices": str(gpu), "node": "10.0.0.1",
-        "ray_gpu_ids": [str(gpu)], "device_count": 1, "gpu_uuids": [uuid or f"GPU-{gpu}"], "gpu_indices": [gpu],
+        "ray_gpu_ids": [str(gpu)], "gpu_uuids": [uuid or f"GPU-{gpu}"], "gpu_indices": [gpu],
     }  # fmt: skip
     return Report(**{**facts, **changes}, group=group, rank=rank)
 
@@ -79,9 +79,9 @@ def test_sharing_is_allowed_only_between_the_groups_told():
     ("changes", "expected"),
     [
         ({"cuda_visible_devices": "0"}, "CUDA_VISIBLE_DEVICES=0"),
-        ({"device_count": 0, "gpu_uuids": []}, "sees 0 GPUs instead of 1"),
+        ({"gpu_uuids": []}, "sees 0 GPUs instead of 1"),
         (
-            {"cuda_visible_devices": "1,2", "ray_gpu_ids": ["1", "2"], "device_count": 2, "gpu_uuids": ["a", "b"]},
+            {"cuda_visible_devices": "1,2", "ray_gpu_ids": ["1", "2"], "gpu_uuids": ["a", "b"]},
             "sees 2 GPUs instead of 1",
         ),
     ],

@@ -70,7 +70,7 @@ def test_who_works_is_on_the_gpus_and_nobody_else(calls: list[str]) -> None:
 def group(name: str, *uuids: str) -> Group:
     reports = [
         Report(
-            node_id="n", ip="10.0.0.1", pid=1, cuda_visible_devices="0", ray_gpu_ids=["0"], device_count=1,
+            node_id="n", ip="10.0.0.1", pid=1, cuda_visible_devices="0", ray_gpu_ids=["0"],
             gpu_uuids=[uuid], gpu_indices=[0], group=name, rank=rank, node="n",
         )
         for rank, uuid in enumerate(uuids)
