@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gkd.config import GROUP_OF, Config, Pool
+from gkd.config import SECTION_OF, Config, Pool
 
 MOST_STATES = 10_000  # of nodes that all differ, a second or two
 
@@ -53,7 +53,6 @@ class GroupRequest:
     """
 
     group: str
-    section: str
     n_gpus: int
     nnodes: int
     gpus: tuple[int, ...] | None = None
@@ -61,6 +60,11 @@ class GroupRequest:
     colocated: tuple[ColocatedGroup, ...] = ()
     by_node: tuple[tuple[int, ...], ...] = ()
     others_per_gpu: int = 0
+
+    @property
+    def section(self) -> str:
+        """The section of settings that the group has its GPUs by."""
+        return SECTION_OF[self.group]
 
     @property
     def ranges(self) -> tuple[tuple[int, ...], ...]:
@@ -149,18 +153,17 @@ def group_requests(config: Config) -> list[GroupRequest]:
     hosts, pools = config.hosts(), config.groups()
     return [
         GroupRequest(
-            GROUP_OF[section],
-            section,
+            group,
             pool.n_gpus_per_node,
             pool.nnodes,
             _indices(pool),
             pool.width,
-            tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == GROUP_OF[section]),
+            tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == group),
             tuple(map(tuple, pool.gpus_by_node or ())),
             int(config.weights.transfer_class.ray_executor),
         )
-        for section, pool in config.pools()
-        if GROUP_OF[section] not in hosts
+        for group, pool in pools.items()
+        if group not in hosts
     ]
 
 

@@ -214,7 +214,7 @@ def start_elsewhere(
     returns the claims, and names of nodes by id. Raises NodeLost where none has, RunFailed when one does not start.
     """
     indices = tuple(index for claim in claims for index in claim.device.gpu_indices)
-    request = GroupRequest(group, group, len(claims), 1, indices if exact else None)
+    request = GroupRequest(group, len(claims), 1, indices if exact else None)
     try:
         started, names = reserve(session, [request], cluster, nodes_come=True)
     except InsufficientResources as error:

@@ -24,11 +24,11 @@ def node(name, n_gpus, cpus=64.0):
 
 
 def pool(group, n, nnodes=1, gpus=None, tp=1, by_node=()):
-    return GroupRequest(group, group, n, nnodes, gpus, tp, by_node=by_node)
+    return GroupRequest(group, n, nnodes, gpus, tp, by_node=by_node)
 
 
 def usual(actor, rollout, teacher):
-    return [GroupRequest("actor", "trainer", actor, 1), pool("rollout", rollout), pool("teacher", teacher)]
+    return [pool("actor", actor), pool("rollout", rollout), pool("teacher", teacher)]
 
 
 small_nodes = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(
@@ -239,7 +239,7 @@ def test_of_many_groups_that_do_not_fit_a_selection_of_smaller_ones_is_looked_at
 def test_a_thousand_nodes_are_no_trouble():
     nodes = [node(f"n{i}", 8) for i in range(1000)]
     assert len(solve([pool("actor", 8, 400), pool("rollout", 8, 300), pool("teacher", 8, 300)], nodes, 1.0)) == 1000
-    with pytest.raises(ConfigError, match=r"fits: .*actor\.nnodes=399"):
+    with pytest.raises(ConfigError, match=r"fits: .*trainer\.nnodes=399"):
         require_fit([pool("actor", 8, 400), pool("rollout", 8, 300), pool("teacher", 8, 301)], nodes, 1.0)
 
 
@@ -305,7 +305,7 @@ def test_a_thousand_nodes_are_no_trouble():
         ),
         (usual(1, 1, 1), [node("a", 1)], "; placement=single_gpu lets them share"),
         (
-            [pool("trainer", 1, gpus=(0,)), pool("rollout", 1), pool("teacher", 1, by_node=((2,),))],
+            [pool("actor", 1, gpus=(0,)), pool("rollout", 1), pool("teacher", 1, by_node=((2,),))],
             [node("a", 2)],
             "placement=2gpu in place of trainer.gpus and teacher.gpus_by_node lets them share",
         ),
@@ -389,6 +389,6 @@ def _devices(config, machines):
 def test_a_gpu_is_shared_by_all_that_compute_on_it():
     """Colocated workers, and actors that an engine starts by itself."""
     teacher = layout_nodes.ColocatedGroup("teacher", (0,), 1)
-    alone = GroupRequest("rollout", "rollout", 2, 1)
+    alone = GroupRequest("rollout", 2, 1)
     requests = [alone, replace(alone, others_per_gpu=1), replace(alone, colocated=(teacher,), others_per_gpu=1)]
     assert [request.workers_per_gpu for request in requests] == [1, 2, 3]
