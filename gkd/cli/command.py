@@ -22,47 +22,27 @@ from gkd.version import __version__
 
 @dataclass(frozen=True)
 class Program:
-    """One program: ``module`` has its ``main``, ``elsewhere`` is how it is started without ``gkd`` on the path."""
+    """One program, the ``main`` of gkd.cli.NAME; ``elsewhere`` is how it is started without ``gkd`` on the path."""
 
-    module: str
     elsewhere: str
     arguments: str
     meaning: str
 
 
 PROGRAMS = {
-    "train": Program("gkd.cli.train", "python -m gkd.main", "+recipe=on_policy_distill", "a run"),
-    "plan": Program(
-        "gkd.cli.plan", "python -m gkd.plan", "+recipe=grpo model.path=DIR", "what a layout needs, before it runs"
-    ),
-    "data": Program(
-        "gkd.cli.data", "python -m gkd data", "+recipe=grpo model.path=DIR ...", "what a run's data becomes"
-    ),
-    "doctor": Program("gkd.cli.doctor", "python -m gkd.doctor", "", "is this machine, or this cluster, ready?"),
-    "monitor": Program("gkd.cli.monitor", "python -m gkd.monitor", "RUN_DIR", "how a run is doing, and its GPUs"),
-    "evaluate": Program(
-        "gkd.cli.evaluate", "python -m gkd.evaluate", "models.base=DIR +sets=gsm8k", "how good are models?"
-    ),
-    "compare": Program(
-        "gkd.cli.compare", "python -m gkd compare", "A.json B.json", "is the second model better, or was it chance?"
-    ),
-    "report": Program("gkd.cli.report", "python -m gkd.report", "RUN_DIR [RUN_DIR ...]", "runs on a page to look at"),
-    "export": Program(
-        "gkd.cli.export", "python -m gkd.export", "RUN_DIR [--step N] OUT", "a checkpoint as a Hugging Face model"
-    ),
-    "serve-teacher": Program(
-        "gkd.cli.serve_teacher",
-        "python -m gkd.teacher.serve",
-        "teacher.model.path=DIR",
-        "a teacher outside the cluster",
-    ),
-    "verify-gpus": Program(
-        "gkd.cli.verify_gpus", "python launch/verify_gpus.py", "placement=8gpu", "which worker gets which GPU"
-    ),
-    "submit": Program("gkd.cli.submit", "python launch/submit.py", "+recipe=grpo", "a run as a job of a cluster"),
-    "settings": Program(
-        "gkd.cli.settings", "python -m gkd.main --settings", "[WORD ...]", "every setting, or those about WORD"
-    ),
+    "train": Program("python -m gkd.main", "+recipe=on_policy_distill", "a run"),
+    "plan": Program("python -m gkd.plan", "+recipe=grpo model.path=DIR", "what a layout needs, before it runs"),
+    "data": Program("python -m gkd data", "+recipe=grpo model.path=DIR ...", "what a run's data becomes"),
+    "doctor": Program("python -m gkd.doctor", "", "is this machine, or this cluster, ready?"),
+    "monitor": Program("python -m gkd.monitor", "RUN_DIR", "how a run is doing, and its GPUs"),
+    "evaluate": Program("python -m gkd.evaluate", "models.base=DIR +sets=gsm8k", "how good are models?"),
+    "compare": Program("python -m gkd compare", "A.json B.json", "is the second model better, or was it chance?"),
+    "report": Program("python -m gkd.report", "RUN_DIR [RUN_DIR ...]", "runs on a page to look at"),
+    "export": Program("python -m gkd.export", "RUN_DIR [--step N] OUT", "a checkpoint as a Hugging Face model"),
+    "serve-teacher": Program("python -m gkd.teacher.serve", "teacher.model.path=DIR", "a teacher outside the cluster"),
+    "verify-gpus": Program("python launch/verify_gpus.py", "placement=8gpu", "which worker gets which GPU"),
+    "submit": Program("python launch/submit.py", "+recipe=grpo", "a run as a job of a cluster"),
+    "settings": Program("python -m gkd.main --settings", "[WORD ...]", "every setting, or those about WORD"),
 }
 """Every program, by its name as a command of ``gkd``."""
 
@@ -83,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"gkd {__version__}")
             return 0
         case [name, *rest] if name in PROGRAMS:
-            program = importlib.import_module(PROGRAMS[name].module)
+            program = importlib.import_module(f"gkd.cli.{name.replace('-', '_')}")
             return int(program.main(rest))
     raise ConfigError(f"gkd {arguments[0]}: there is no such command{_suggest(arguments)}; gkd --help lists them")
 
