@@ -27,8 +27,7 @@ SECTIONS = ("models", "evaluate", "rollout", "cluster", "reward", "plan")
 SETTINGS = ("model.dtype", "trainer.seed", "data.max_prompt_length")
 """Sections and settings that an evaluation takes; another one would have no effect."""
 POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
-REWARDS = ("reward.functions", "reward.weights")
-SAMPLING = {"rollout.n": "samples"} | {
+OF_A_SET = {"reward.functions": "rewards", "reward.weights": "rewards", "rollout.n": "samples"} | {
     f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
 }
 
@@ -132,10 +131,8 @@ def _require_effect(key: str, groups: Sequence[str]) -> None:
         raise ConfigError(f"{key} is for training; an evaluation takes +sets=NAME and placement=NAME")
     if key in POOL:
         raise ConfigError(f"{key}: evaluate.mode sets how many GPUs an evaluation takes, rollout.gpus which")
-    if key in REWARDS:
-        raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.rewards")
-    if key in SAMPLING:
-        raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.{SAMPLING[key]}")
+    if key in OF_A_SET:
+        raise ConfigError(f"{key} is of training; a set of questions has its own: evaluate.sets.NAME.{OF_A_SET[key]}")
     is_setting = key in settings() and key not in SETTINGS and key.partition(".")[0] not in SECTIONS
     if is_setting and key not in groups:
         raise ConfigError(f"{key} has no effect on an evaluation, which takes {', '.join(SECTIONS)}")
