@@ -1,4 +1,4 @@
-"""Tiers of tests, by folder; the two processes that run them; and the Ray that several rooms share.
+"""Tiers of tests, by folder; the processes that run them; and the Ray that several rooms share.
 
 tests/ray, tests/vllm and tests/e2e hold what starts Ray, a vLLM engine, or other programs, and are run with ``--all``,
 with ``-m``, or where they are named. All other tests are the fast tier, in which starting any of these fails.
@@ -66,7 +66,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 # Lanes: tests that share a Ray, engines, or models made for them, in the order in which they begin. Those of
 # ray/cluster have their process' connection to Ray for themselves. Other files are lanes of their own: those that start
-# programs, and at the end those of the fast tier, which keep both processes busy: files that take longest come first.
+# programs, and at the end those of the fast tier, which keep all processes busy: files that take longest come first.
 LIBRARY = "library"
 LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster")
 LONGEST = ("planning/", "config/", "scoring/", "actor/")
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the two processes end at once: nobody waits for what imports have made to be taken apart."""
+    """Have the processes end at once: nobody waits for what imports have made to be taken apart."""
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)  # registered before those of what is imported, and so done after them
 
@@ -119,7 +119,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes take one lane after the other."""
+    """Each process takes one lane after the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
