@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from gkd.algorithms.training_samples import describe_failures
@@ -18,12 +18,16 @@ from gkd.rewards.pool import RewardPool
 from gkd.rewards.process import RewardError, Timed
 
 log = logging.getLogger("gkd")
+ATTEND_EVERY_S = 0.2
 
 
-def score(config: Config, questions: Questions, rated: Sequence[RatedAnswer]) -> dict[str, dict[str, float]]:
-    """Return the scores of every question by its key, of all of its answers. Raises as :func:`rate`."""
+def score(
+    config: Config, questions: Questions, rated: Sequence[RatedAnswer], attend: Callable[[], None] | None = None
+) -> dict[str, dict[str, float]]:
+    """Return the scores of every question by its key, of all of its answers. Raises, and calls, as :func:`rate`."""
     if (settings := reward_settings(config, questions)) is not None:
-        rated = [replace(own, rewards=given) for own, given in zip(rated, rate(settings, rated), strict=True)]
+        rewards = rate(settings, rated, attend)
+        rated = [replace(own, rewards=given) for own, given in zip(rated, rewards, strict=True)]
     answers: dict[str, list[RatedAnswer]] = {question.key: [] for question in questions.questions}
     for own in rated:
         answers[own.question.key].append(own)
@@ -55,12 +59,15 @@ def reward_settings(config: Config, questions: Questions) -> Reward | None:
     return settings
 
 
-def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float]]:
+def rate(
+    settings: Reward, rated: Sequence[RatedAnswer], attend: Callable[[], None] | None = None
+) -> list[dict[str, float]]:
     """Return the rewards of every answer, by their labels; without those of functions that failed on it.
 
-    Raises RunFailed where one failed on more than ``settings.max_failed_share`` of the answers.
+    ``attend`` is called again and again while they are computed. Raises RunFailed where one failed on more than
+    ``settings.max_failed_share`` of the answers.
     """
-    rewards = _evaluate(settings, rated)
+    rewards = _evaluate(settings, rated, attend)
     for name in settings.functions:
         if failures := describe_failures(settings, name, [own.get(name) for own in rewards]):
             log.warning(failures)
@@ -68,7 +75,9 @@ def rate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float
     return [{labels[name]: value for name, value in own.items() if not isinstance(value, str)} for own in rewards]
 
 
-def _evaluate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, float | str]]:
+def _evaluate(
+    settings: Reward, rated: Sequence[RatedAnswer], attend: Callable[[], None] | None
+) -> list[dict[str, float | str]]:
     """Return what every function gave each answer that it applies to, or why it gave nothing."""
     pool = RewardPool(settings)
     try:
@@ -81,6 +90,10 @@ def _evaluate(settings: Reward, rated: Sequence[RatedAnswer]) -> list[dict[str, 
             group_rewards = pool.submit_group([completions[place] for place in places])
             for place, rewards in zip(places, group_rewards, strict=True):
                 futures[place] |= rewards
+        late = {future for of_one in futures for future in of_one.values()}
+        while attend is not None and late:
+            late = wait(late, ATTEND_EVERY_S).not_done
+            attend()
         return [
             {name: value for name, future in of_one.items() if (value := _result(future, own.question)) is not None}
             for own, of_one in zip(rated, futures, strict=True)

@@ -65,10 +65,13 @@ class ValSets:
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         fetched = zip(_jobs(questions), self.rollout.fetch(samples), samples, strict=True)
         rated = [self._rated(questions, q, own.sample, sample.version) for (q, _), own, sample in fetched]
-        values = score(self.config, questions, rated)
+        values = score(self.config, questions, rated, self._attend)
         groups, name = group_by_difficulty(questions.questions, values), questions.name
         self.last_scores[name] = SetScores(name, questions.settings.samples, values, groups)
         return _metrics(name, list(values.values())) | _metrics_by_difficulty(name, groups)
+
+    def _attend(self) -> None:
+        self.rollout.attend(wait_s=0.0)  # what is sampled ahead goes on beside a slow judge
 
     def _rated(self, questions: Questions, question: Question, sample: Sample, version: int) -> RatedAnswer:
         """Return what is scored of a sample that was drawn from weights of ``version``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def test_a_function_that_does_not_apply_to_an_answer_is_no_failure(tmp_path: Pat
     settings = reward_settings(config, questions)
     assert settings is not None
     answers = [RecordedAnswer(text, 1, 1, 1, False, 0.0) for text in ("a", "b")]
-    given = rate(settings, [RatedAnswer(questions.questions[0], answer, 8) for answer in answers])
+    calls: list[float] = []
+    rated = [RatedAnswer(questions.questions[0], answer, 8) for answer in answers]
+    given = rate(settings, rated, lambda: calls.append(time.monotonic()))
+    assert calls
     assert given == [{"trl_of_some": 1.0, "words": 1.0}, {"words": 1.0}]
 
 
