@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import reduce
 from pathlib import Path
@@ -91,7 +92,7 @@ OWN_CLASS = "your own class as package.module:name or FILE.py:name"
 
 
 class Settings(BaseModel):
-    """Base of every section: unknown keys are refused, values keep their YAML types and are finite, nothing changes."""
+    """Base of every section: unknown keys are refused, values have YAML's types and are finite, nothing changes."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
@@ -147,8 +148,15 @@ def _convert(value: Any, field: FieldInfo) -> Any:
 
 def _read_number(text: str, kinds: Collection[Any]) -> int | float | bool | None:
     """Return the number, or true or false, that a text is, if it may be one of ``kinds``; else None."""
-    if bool in kinds and text.lower() in ("true", "false"):
-        return text.lower() == "true"
+    literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    truth = {"true": True, "false": False}.get(text.lower())
+    if truth is not None and (bool in kinds or any(value is truth for value in literals)):
+        return truth
+    if text in literals:
+        return None
+    if int in kinds:
+        with suppress(ValueError):
+            return int(text)
     try:
         number = float(text)
     except ValueError:

@@ -137,7 +137,7 @@ def _compose_group(group: str, choice: str) -> DictConfig:
 
 def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a configuration file; returns the choices of groups that it names, and its values."""
-    values, choices = _nest(file, read_layer(file)), groups()
+    values, choices = _nest(file, with_text_names(read_layer(file))), groups()
     chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
         if key not in Config.model_fields:
@@ -148,12 +148,13 @@ def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
         if choice not in (None, "none", *choices[group]):
             raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
     named = {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}
-    return named, with_text_names(values)
+    return named, values
 
 
 def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in which what has dots in its name stands in its section, and empty sections do not."""
-    tree = {name: value for name, value in values.items() if value is not None or not _is_section(name)}
+    own = [name for name in values if plain_name(name) != name]  # of what a user has chosen to name
+    tree = {name: value for name, value in values.items() if value is not None or name in own or not _is_section(name)}
     dotted = [name for name in tree if "." in name and (_is_section(name) or _may_be_own(name))]
     for name in sorted(dotted, key=len):  # sections before what is in them
         *above, last = split_name(name)

@@ -198,7 +198,7 @@ def _error(error: ValidationError) -> ConfigError:
     key = ".".join(str(part) for part in first["loc"] if not re.search(r"[\[\]()]|^(int|str|bool|float)$", str(part)))
     if first["type"] == "extra_forbidden":
         if key in settings():
-            return ConfigError(f"{key}={first['input']}: a name with dots stands at the top of a file, in no section")
+            return _dotted_error(key, first["input"])
         return make_unknown_error(key, first["input"])
     if first["type"] == OWN:
         return _own_error(key, first["ctx"])
@@ -221,9 +221,15 @@ def _own_error(section: str, context: Mapping[str, Any]) -> ConfigError:
     if not context["unknown"]:
         shown = f"={value}" if value else ""
         return ConfigError(f"{key}{shown}: {_lower_first(str(context['why']))}")
+    if key in names and "." in context["key"]:
+        return _dotted_error(key, value)
     if key in names:  # of another class than the one that its section names
         return ConfigError(f"{key}={value}: is no setting of what is named, but of {names[key]}")
     return make_unknown_error(key, value, [f"{section}.{name}" for name in context["known"]])
+
+
+def _dotted_error(key: str, value: Any) -> ConfigError:
+    return ConfigError(f"{key}={value}: in a section names have no dots, as those at the top of a file may")
 
 
 def _explain_null(key: str) -> str:

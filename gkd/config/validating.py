@@ -80,11 +80,15 @@ class ValidationSettings(Settings):
     stop_early: StopEarly = StopEarly()
 
 
-def require_figures(trainer: ValidationSettings, measured: Mapping[str, float]) -> None:
-    """Raise ConfigError, naming the setting, where a validation has no such figure, and rewards that all failed."""
+def require_figures(trainer: ValidationSettings, measured: Mapping[str, float], groups: Sequence[str] = ()) -> None:
+    """Raise ConfigError, naming the setting, where a validation has no such figure, and rewards that all failed.
+
+    Any figure ``val/GROUP/...`` of ``groups`` may be measured.
+    """
     settings = {"trainer.keep_best": trainer.keep_best, "trainer.stop_early.metric": trainer.stop_early.metric}
     failed = [name for name, share in measured.items() if name.endswith("/failed") and share == 1.0]
     why = f"; no answer got a reward: {', '.join(failed)}" if failed else ""
     for setting, metric in settings.items():
-        if metric is not None and metric not in measured:
-            raise ConfigError(f"{setting}={metric}: validation measures {', '.join(measured) or 'nothing'}{why}")
+        if metric is not None and metric not in measured and metric.split("/")[1] not in groups:
+            names = [*measured, *(f"val/{group}/*" for group in groups)]
+            raise ConfigError(f"{setting}={metric}: validation measures {', '.join(names) or 'nothing'}{why}")

@@ -24,6 +24,7 @@ _LETTER = r"(?:(?i:option|choice|answer)\s+)?[(\[]?(?P<letter>[A-Ja-j])"
 _CHOICE = re.compile(
     rf"{_LETTER}(?:[)\].:]+(?P<rest>\s.*|(?=$))|$|\s+(?=\((?![A-J]\))|(?:because|since|as)\b))", re.DOTALL
 )
+_BOLD = re.compile(r"(?<![^\s(\[])\*\*|\*\*(?![^\s.,:;)\]])")  # and not the power of 2**3
 _OTHER_CHOICE = re.compile(r"[(\s][A-J]\)|\b(?:and|or)\s+\(?[A-J]\b")
 _REJECTION = re.compile(r"is(?:\s+(?:wrong|incorrect|false)|(?:\s+not|n't)\s+(?:the\s+)?(?:correct|right|best))\b")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))(?!\s*\.?[0-9])")
@@ -211,7 +212,7 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def _is_same_choice(own: str, letter: str, text: str) -> bool:
-    own = own.replace("**", "")  # option **B**, **B)** Paris
+    own = _BOLD.sub("", own)  # option **B**, **B)** Paris
     if text and own.casefold() == text.casefold():
         return True
     match = _CHOICE.match(own)

@@ -96,12 +96,21 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
 
 
 def test_a_variable_of_the_environment_may_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in {"STEPS": "7", "LR": "1e-4", "COMPILE": "True", "HALF": "1.5", "NONE": ""}.items():
+    for name, text in {
+        "STEPS": "7",
+        "SEED": "9007199254740993",
+        "LR": "1e-4",
+        "COMPILE": "True",
+        "HALF": "1.5",
+        "NONE": "",
+    }.items():
         monkeypatch.setenv(name, text)
+    big = ["trainer.seed=${oc.env:SEED}", "trainer.resume=${oc.env:COMPILE}"]
     texts = ["trainer.total_steps=${oc.env:STEPS}", "actor.lr=${oc.env:LR}", "actor.compile=${oc.env:COMPILE}"]
-    config = compose(["+recipe=grpo", *texts, "trainer.run_name=${oc.env:STEPS}"])
+    config = compose(["+recipe=grpo", *texts, "trainer.run_name=${oc.env:STEPS}", *big])
     values = config.trainer.total_steps, config.actor.lr, config.actor.compile, config.trainer.run_name
     assert repr(values) == "(7, 0.0001, True, '7')"
+    assert (config.trainer.seed, config.trainer.resume) == (9007199254740993, True)
     for name in ("HALF", "NONE"):
         with pytest.raises(ConfigError, match="valid integer"):
             compose(["+recipe=grpo", f"trainer.total_steps=${{oc.env:{name}}}"])
@@ -296,6 +305,8 @@ def test_a_file_without_a_recipe_has_the_command_lines_below_it(tmp_path: Path) 
         ("actor.lr: 1.0\nactor: 5", r"mine.yaml .*: actor "),
         ("trainer: 5", r"mine.yaml .*: trainer "),
         ("actor: {lora.r: 16}", r"actor\.lora\.r=16: .*\bdots\b"),
+        ("trainer: {wandb.project: x}", r"trainer\.wandb\.project=x: .*\bdots\b"),
+        ("data.val_sets.a:", r"data\.val_sets\.a=null: "),
         ("actor.lora: {r: 16}\nactor: {lora: {alpha: 3}}", r"mine.yaml: actor\.lora .*twice"),
         ("teacher: {model: x}", r"^teacher\.model=x: teacher\.model .*\bsection\b"),
         ("teacher.model: x", r"^teacher\.model=x: teacher\.model .*\bsection\b"),
@@ -353,11 +364,11 @@ def test_settings_of_a_file_may_have_dots_in_their_names_and_sections_may_be_emp
     file = tmp_path / "mine.yaml"
     file.write_text(
         "recipe: grpo\nactor.lr: 0.5\nactor:\n  # grad_clip: 1\nrollout: {n: 4}\nrollout.temperature: 0.7\n"
-        "data.val_sets.hard.files: [x.jsonl]\n"
+        "data.val_sets.2024.limit: 3\ndata.val_sets: {2024: {files: [x.jsonl]}}\nactor.lora:\n"
     )
     config = compose([str(file)])
     given = ["+recipe=grpo", "actor.lr=0.5", "rollout.n=4", "rollout.temperature=0.7"]
-    assert config == compose([*given, "data.val_sets.hard.files=[x.jsonl]"])
+    assert config == compose([*given, "data.val_sets.2024={files: [x.jsonl], limit: 3}"])
 
 
 def test_sections_and_users_own_settings_of_a_file_may_have_dots_in_their_names(tmp_path: Path) -> None:

@@ -313,6 +313,11 @@ ROW = '{"step": 1, "timing_s/update": 1.0, "timing_s/generate": 1.0, "timing_s/s
         ("a: [", ROW, "config.yaml cannot be read"),
         ("[1, 2]", ROW, "config.yaml is no configuration"),
         ("a: ${nothing}", ROW, "config.yaml cannot be read|unknown setting a"),
+        (
+            "model: {path: /gone}\ndata: {train_files: [a], val_files: [a]}\nteacher: {model: {path: /t}}",
+            ROW,
+            "--from .*: model.path=/gone: ",
+        ),
         ("schedule: {max_staleness: x}", ROW, r"--from .*config.yaml: schedule.max_staleness=x: "),
         ("recipe: grpo", "{", "metrics.jsonl line 1 cannot be read"),
         ("recipe: grpo", "[1]", "metrics.jsonl line 1 cannot be read"),

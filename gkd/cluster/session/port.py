@@ -25,8 +25,8 @@ def find_bind_error(host: str, port: int) -> str | None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
+        return getattr(error, "strerror", None) or str(error)
     return None
 
 

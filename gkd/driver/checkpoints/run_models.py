@@ -51,8 +51,9 @@ def models_of_run(run: Path, config: Config) -> RunModels:
     checkpoints = {saved.state.step: saved for saved in reversed(intact)}
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    base = next((saved.model for saved in intact), None) or find_files(config, log.info).student
-    base = check_causal_lm(base, "the model that was trained")
+    base = next((saved.model for saved in intact), "")
+    setting = "the model that was trained" if base or config.uses_task else "model.path"
+    base = check_causal_lm(base or find_files(config, log.info).student, setting)
     _require_base(intact, base)
     its = fingerprint(base)
     further = [

@@ -171,7 +171,4 @@ def require_measurable(config: Config, inputs: Inputs) -> None:
         "val/loss": config.algorithm.is_supervised,
     }
     groups = ["reward"] * _is_rewarded(config) + [questions.name for questions in inputs.val_sets]
-    chosen = (config.trainer.keep_best, config.trainer.stop_early.metric)
-    there = [metric for metric in chosen if metric is not None and metric.split("/")[1] in groups]
-    names = [name for name, is_there in usual.items() if is_there] + [f"val/{group}/*" for group in groups]
-    require_figures(config.trainer, dict.fromkeys([*names, *there], 0.0))
+    require_figures(config.trainer, {name: 0.0 for name, is_there in usual.items() if is_there}, groups)

@@ -335,6 +335,10 @@ CHOICES = [
     ("**Option B**", "B", True),
     ("Option **A** is wrong, so the answer is option **B**", "A", False),
     ("The answer is **A** or **B**", "A", False),
+    ("The answer is 2**3", "(B) 2**3", True),
+    ("The answer is 2**3", "(B) 23", False),
+    ("The answer is B. Dijkstra is right here; A* is the best choice with a heuristic.", "B", True),
+    ("The answer is 5. (So F* is correct.)", "5", True),
 ]
 LISTS = [
     ("\\boxed{5, 6}", "5, 6", True),
