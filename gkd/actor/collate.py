@@ -24,7 +24,7 @@ def collate(
 ) -> MicroBatch:
     """Lay samples end to end, each with the weight and the advantage of its tokens and their ``old`` log-probabilities.
 
-    ``top_k`` is the K of their targets, None where they have none; a batch without samples has as well.
+    ``top_k``: K of the targets, None for none, which a batch without samples is given as other ranks' have it.
 
     Exactly the sampled tokens have a row, the end token like the others, so that nothing else carries loss: neither the
     prompt, nor what stands between turns, nor the position after the end.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -179,11 +180,11 @@ def disable_adapter(lm: nn.Module) -> Iterator[None]:
 def save_adapter(tensors: dict[str, Tensor], settings: Lora, base: str, directory: Path) -> None:
     """Write the adapter alone in peft's format, for the model in ``base``; ``tensors`` are those of the adapter.
 
-    A model of the hub's cache, whose path is this machine's, is named as on the hub, with its revision.
+    A model of this machine's cache of the hub is named as on the hub, with its revision.
     """
     adapted = sorted({name.partition(_LORA)[0] for name in tensors})
     described = _lora_config(settings, adapted if settings.target_modules == ALL else settings.target_modules)
-    cached = re.search(r"/models--([^/]+)/snapshots/([0-9a-f]+)$", base)
+    cached = re.fullmatch(rf"{re.escape(HF_HUB_CACHE)}/models--([^/]+)/snapshots/([0-9a-f]+)", base)
     described.base_model_name_or_path = cached[1].replace("--", "/") if cached else base
     described.revision = cached and cached[2]
     described.inference_mode = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 from gkd.rollout.columns import ScoredSamples
@@ -68,17 +67,18 @@ class OutputQueue:
         keys: set[int] = set()
         item = self._items.get()
         end = time.monotonic() + GATHER_S
-        with suppress(queue.Empty):
-            while True:
-                waits = False
-                if isinstance(item, BaseException):
-                    raise item
-                if isinstance(item, GenerationNotice):
-                    samples.append(item)
-                else:
-                    samples += [sample for sample, _ in item]
-                    arrays += [scored for _, scored in item]
-                    keys.update(sample.key for sample, _ in item)
-                    waits = self._slots.may_wait(keys)
+        while True:
+            waits = False
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, GenerationNotice):
+                samples.append(item)
+            else:
+                samples += [sample for sample, _ in item]
+                arrays += [scored for _, scored in item]
+                keys.update(sample.key for sample, _ in item)
+                waits = self._slots.may_wait(keys)
+            try:
                 item = self._items.get(timeout=max(0.0, end - time.monotonic()) if waits else 0.0)
-        return arrays, samples
+            except queue.Empty:
+                return arrays, samples

@@ -170,7 +170,16 @@ class ScoringPipeline:
 
     def _rate(self, sample: Sample, response: str, tokenizer: Any, same_tokenizer: bool) -> Future[Timed]:
         """Return the reward model's reward and how long it took to come; arguments of :func:`reward_model_ids`."""
-        started, timed = time.monotonic(), Future[Timed]()
+        timed = Future[Timed]()
+        prompt = sample.request.prompt
+        after_prompt = sample.token_ids[len(prompt.token_ids) :]
+        try:
+            ids = reward_model_ids(prompt, after_prompt, response, tokenizer, same_tokenizer)
+        except Exception as error:  # a template computes with what the messages hold, and raises what it meets
+            why = f"reward_model.model.path: its chat template refuses prompt {prompt.id}: {describe_error(error)}"
+            timed.set_exception(RewardError(why))
+            return timed
+        started = time.monotonic()
 
         def finish(reward: Future[float]) -> None:
             try:
@@ -178,14 +187,6 @@ class ScoringPipeline:
             except Exception as error:
                 timed.set_exception(error)
 
-        prompt = sample.request.prompt
-        after_prompt = sample.token_ids[len(prompt.token_ids) :]
-        try:
-            ids = reward_model_ids(prompt, after_prompt, response, tokenizer, same_tokenizer)
-        except Exception as error:  # a template computes with what the messages hold, and raises what it meets
-            why = f"reward_model.model.path: its chat template refuses prompt {prompt.id}: {one_line(error)}"
-            timed.set_exception(RewardError(why))
-            return timed
         self._clients["reward_model"].submit(RateRequest(ids), _order(sample)).add_done_callback(finish)
         return timed
 

@@ -330,8 +330,8 @@ def encode_answer(id: int, answer: requests.ScorerAnswer) -> bytes:
         return encode(
             ScoreReply(id, float(answer.temperature)), answer.token_logprobs, answer.ids, answer.logprobs, tails
         )
-    if isinstance(answer, np.ndarray):
-        return encode(GenerateReply(id), answer)
+    if np.ndim(answer):
+        return encode(GenerateReply(id), np.asarray(answer))
     return encode(RateReply(id, float(answer)))  # numpy's and torch's numbers as well
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ class Publisher:
                 last, number = bucket.last, number + 1
             delivery.make_room(0)
             self._has_receivers(delivery)
-        except Exception:
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # which hold what was gathered: memory may be short
             self.sender.release()
             self._packs = False
             for _ in self._buckets:  # gathering takes all ranks, also one that cannot go on

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import gkd.actor.lora
 from gkd.actor.loading import load
 from gkd.actor.lora import add_adapter, disable_adapter, is_adapter, require_adaptable, save_adapter
 from gkd.actor.model import Student
@@ -190,8 +191,11 @@ def test_a_head_is_adapted_where_its_weight_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["own/model", "gpt2", None])
-def test_an_adapter_names_its_base_as_others_find_it(name: str | None, tmp_path: Path) -> None:
+def test_an_adapter_names_its_base_as_others_find_it(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By its name and revision on the hub where it was taken from the hub's cache, whose path is this machine's."""
+    monkeypatch.setattr(gkd.actor.lora, "HF_HUB_CACHE", str(tmp_path))
     base, revision = tmp_path / "model", None
     if name is not None:
         revision = "0123456789abcdef0123456789abcdef01234567"

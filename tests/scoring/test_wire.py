@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,12 @@ def test_generate_and_its_answer_come_back(id: int, prompt: Any, max_tokens: int
 def test_a_rating_may_be_any_kind_of_number(rating: Any) -> None:
     """As an engine of one's own has them from its model."""
     assert wire.decode(wire.encode_answer(7, rating)) == (wire.RateReply(7, float(rating)), [])
+
+
+def test_one_token_of_torch_is_no_rating() -> None:
+    answer, (response,) = wire.decode(wire.encode_answer(7, torch.tensor([5], dtype=torch.int32)))  # type: ignore[arg-type]
+    assert answer == wire.GenerateReply(7)
+    np.testing.assert_array_equal(response, [5])
 
 
 @patient

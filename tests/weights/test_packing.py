@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -222,11 +223,15 @@ def test_a_push_returns_once_its_last_buckets_are_loaded() -> None:
     assert (delivery.n_flying, publisher.sender.packed_bucket) == (0, None)
 
 
+gathered_here: list[weakref.ref[Tensor]] = []
+
+
 class FailingSender(Sender):
     """Has no memory for the second bucket."""
 
     def pack(self, tensors: dict[str, Tensor], bucket: Bucket) -> PackedLayout:
         if bucket.number == 1:
+            gathered_here.extend(map(weakref.ref, tensors.values()))
             raise MemoryError("full")
         return super().pack(tensors, bucket)
 
@@ -236,18 +241,23 @@ class Failing(Transfer):
 
 
 def test_a_rank_that_cannot_send_takes_part_in_gathering_to_its_end() -> None:
-    """The others would wait for it there, and be of no use for a checkpoint or the next push."""
+    """The others would wait for it there, and be of no use for a checkpoint or the next push. It keeps nothing, as
+    memory may be what it lacks.
+    """
     gathered: list[int] = []
+    held: list[int] = []
 
     def gather() -> Iterator[tuple[str, Tensor]]:
         for i in range(6):
             gathered.append(i)
+            held.append(sum(tensor() is not None for tensor in gathered_here))
             yield f"{i}", torch.full((1 << 18,), float(i))
 
     publisher = Publisher(Weights(transfer=f"{__name__}:Failing", bucket_mb=1), CPU, gather)
     with pytest.raises(MemoryError, match="full"):
         publisher.send(Flying(Push(1, 5, 20.0), [Destination(0, None, 1)]))
     assert (gathered, publisher.sender.packed_bucket) == (list(range(6)), None)
+    assert gathered_here and held[-1] == 0
 
 
 def test_a_handle_is_opened_on_the_readers_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
