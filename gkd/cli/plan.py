@@ -76,8 +76,7 @@ def make(
         try:
             factors = factors_of(run, layout)
         except ConfigError as error:
-            begins = "" if str(error).startswith(str(Path(run))) else f"{run}: "  # of its settings
-            raise ConfigError(f"--from {begins}{error}") from None
+            raise ConfigError(f"--from {error}") from None
         layout = replace(layout, config=factors.lengths(config))
     return plan(layout, factors, best, by_memory)
 

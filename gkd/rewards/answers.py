@@ -32,9 +32,8 @@ _SENTENCE = re.compile(
     r"|答案(?:应该|应)?[是为选:\uff1a]+[*_]*\s*",
     re.IGNORECASE,
 )
-_CORRECT_CHOICE = re.compile(
-    r"\(?\b([A-J])\b\)?(?:\*\*)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
-)  # "(B) is correct"
+# "(B) is correct", "**B** is the best choice"
+_CORRECT_CHOICE = re.compile(r"\(?\b([A-J])\b\)?(?:\*\*)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b")
 _DISPLAY = {"$$": "$$", "\\[": "\\]"}
 _END = re.compile(
     r"[.!?](?=\s|$)|[\u3002\uff01\uff0c\uff1b\uff1f]|,?\s+(?:because|since|which|so|where|as|when|for)\b"

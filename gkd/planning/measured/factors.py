@@ -47,7 +47,10 @@ def factors_of(directory: str, layout: Layout) -> Factors:
         seen=_logged_lengths(path),
     )
     config = lengths.lengths(config)
-    ran = replace(layout, config=config, models=models_of(config))
+    try:
+        ran = replace(layout, config=config, models=models_of(config))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     timeline = RunTimeline.read(path)
     by_step = busy_by_step(timeline, ran.hosts, ran.groups_at_once)
     busy = busy_seconds(by_step)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gkd.driver.validation.val_sets
 from gkd.config import load
 from gkd.driver.validation.final_scores import write_scores
 from gkd.driver.validation.val_sets import ValSets
 from gkd.evaluation.comparison import read_all
 from gkd.evaluation.questions import load_questions
+from gkd.evaluation.rating import score
 from gkd.types import Sample, SampleRequest, Sampling, ScoredSample
 from tests.data.models import WORDS, word_tokenizer
 
@@ -27,10 +29,14 @@ class Engines:
 
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
+        self.attended: list[float] = []
 
     def submit(self, requests: Sequence[SampleRequest], order: int) -> Sequence[SampleRequest]:
         self.requests += requests
         return requests
+
+    def attend(self, wait_s: float) -> None:
+        self.attended.append(wait_s)
 
     def collect(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[Any]:
         return list(requests)
@@ -64,6 +70,20 @@ def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, own={**own, "max_response_length": 4})
     sets.run(sets.due_sets(0))
     assert {request.sampling for request in engines.requests} == {Sampling(4, 0.5, 1.0, 3, 0.1, 0.2, ("c",))}
+
+
+def test_engines_are_attended_to_while_a_judge_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of that is waited for."""
+
+    def score_slowly(*args: Any) -> dict[str, dict[str, float]]:
+        *_, attend = args
+        attend()
+        return score(*args)
+
+    monkeypatch.setattr(gkd.driver.validation.val_sets, "score", score_slowly)
+    sets, engines = make(tmp_path, usual={})
+    assert "val/usual/accuracy" in sets.run(sets.due_sets(0))
+    assert engines.attended == [0.0]
 
 
 def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
