@@ -69,7 +69,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 # programs, and at the end those of the fast tier, which keep all processes busy: files that take longest come first.
 LIBRARY = "library"
 LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster")
-LONGEST = ("planning/", "config/", "scoring/", "actor/")
+LONGEST = ("planning/", "config/", "scoring/", "actor/", "rewards/test_judge", "observability/test_trackers", "test_")
 
 
 def lane(nodeid: str) -> str:
@@ -108,13 +108,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
-    gc.collect()
     gc.freeze()
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # the interpreter ends with a collection, for which compiled extensions wait
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # those end at once, and pytest has little to search before
+        gc.unfreeze()  # the interpreter ends with a collection, for which compiled extensions wait
 
 
 @pytest.hookimpl(optionalhook=True)
