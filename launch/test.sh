@@ -21,11 +21,9 @@ if [[ " $* " == *" --all "* ]]; then
   types=$!
 fi
 code=0
-# Three on two cores, as many a test of the fast tier waits for a time; two for tests that start programs. See
-# tests/conftest.py. And without plugins that packages bring and nothing here uses.
-processes=3
-[[ ! " $* " =~ --all|\ -m|tests/(ray|vllm|e2e) ]] || processes=2
-"$PYTHON" -m pytest -n "$processes" --dist loadscope -p no:anyio -p no:hydra_pytest "$@" || code=$?
+# Three on two cores, as many a test waits for a time. See tests/conftest.py. And without plugins that packages bring and
+# nothing here uses.
+"$PYTHON" -m pytest -n 3 --dist loadscope -p no:anyio -p no:hydra_pytest "$@" || code=$?
 if [ -n "$types" ]; then
   wait "$types" || code=$((code ? code : 1))
   types=

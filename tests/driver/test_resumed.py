@@ -78,6 +78,24 @@ def test_what_a_run_cannot_go_on_with_is_refused_before_anything_is_cut(tmp_path
             find(load({}), tmp_path)
 
 
+def test_a_checkpoint_of_another_version_lacks_settings(tmp_path: Path) -> None:
+    """Those are as they are by default; what was decided otherwise is refused, and both versions are named."""
+    rank = tmp_path / "checkpoints" / "step_5" / "actor" / "rank_0.safetensors"
+    rank.parent.mkdir(parents=True)
+    rank.write_bytes(b"weights")
+    tree = load({}).model_dump(mode="json")
+    del tree["algorithm"]["loss"]["temperature"]
+    files = {"actor/rank_0.safetensors": compute_checksum(rank)}
+    saved = SavedCheckpoint(rank.parents[1], "step", RunState(step=5), tree, "", "float32", {}, files)
+    write(replace(saved, version="0.1.0"))
+    assert find(load({}), tmp_path).state.step == 5
+    with pytest.raises(ConfigError, match=r"loss\.temperature=1, .* 3 \(gkd 0\.1\.0 "):
+        find(load({"algorithm": {"loss": {"temperature": 3.0}}}), tmp_path)
+    write(saved)
+    with pytest.raises(ConfigError, match=r"loss\.temperature=null\b"):
+        find(load({}), tmp_path)
+
+
 def test_the_best_validation_is_forgotten_where_it_is_to_be_done_again(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text('{"metric": "val/x", "value": 0.5, "step": 4}')
     forget_best_after(tmp_path, 4)

@@ -108,7 +108,8 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
     for key, (there, here) in _changes(saved, config).items():
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key) or key in saved.data  # a model's content is compared
         if _is_of(key, _SAME) and not free:
-            raise ConfigError(f"trainer.resume: {saved.path} was made with {key}={there}, this is {here}")
+            by = "" if saved.version == __version__ else f" (gkd {saved.version} made it, this is {__version__})"
+            raise ConfigError(f"trainer.resume: {saved.path} was made with {key}={there}, this is {here}{by}")
     if saved.state.step > config.trainer.total_steps:
         raise ConfigError(f"trainer.resume: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}")
     require_figures(config.trainer, {**saved.state.before, **saved.state.validated})
@@ -119,10 +120,13 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
 def _changes(saved: SavedCheckpoint, config: Config) -> dict[str, tuple[str, str]]:
     """Return settings by dotted name that are not the checkpoint's: there, and here; those of one's own come last.
 
-    Files and directories are compared by absolute path, however they were named.
+    Files and directories are compared by absolute path, however they were named. What another version had no setting
+    for is taken to have been as it is by default.
     """
-    trees = saved.config, config.model_dump(mode="json")
-    there, here = (flatten(with_absolute_paths(tree, Path.cwd())) for tree in trees)
+    trees = saved.config, config.model_dump(mode="json"), Config().model_dump(mode="json")
+    there, here, defaults = (flatten(with_absolute_paths(tree, Path.cwd())) for tree in trees)
+    if saved.version != __version__:
+        there = defaults | there
     keys = [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]
     values = {key: (there.get(key), here.get(key)) for key in keys}
     return {key: (_format(old), _format(new)) for key, (old, new) in values.items() if old != new}
