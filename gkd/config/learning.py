@@ -297,6 +297,14 @@ class Algorithm(Settings):
         return self.needs_policy or (self.distils and self.loss.is_policy_gradient)
 
     @property
+    def couples_tokens(self) -> bool:
+        """Whether what a token counts in the loss depends on other tokens of its response."""
+        if self.weighs_samples and self.importance_sampling.level == "sequence":
+            return True
+        by_response = self.ratio == "sequence" or self.policy.sequence_mask_kl is not None
+        return self.policy_weight > 0 and (by_response or not self.policy.selected_class.by_token)
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether samples are scored by a teacher."""
         return self.distils or self.advantage.teacher_kl > 0

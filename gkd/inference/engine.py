@@ -169,6 +169,8 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     """Of an engine that scores: tokens of one forward pass, unless one sequence has more."""
     logit_bytes: ClassVar[Mapping[Device, int]] = {"cpu": 64 << 20, "cuda": 512 << 20}
     """Of an engine that scores: float32 logits that it has at a time, and up to three temporaries as large."""
+    scores_every_token: ClassVar[frozenset[Device]] = frozenset()
+    """Of an engine that scores: devices on which it has the head at every token, not at the wanted ones alone."""
     compiled_speed: ClassVar[float] = 1.0
     """Of an engine that scores, on a GPU and without ``enforce_eager``: the rate at which a pass computes, in those of
     ``plan.efficiency``."""

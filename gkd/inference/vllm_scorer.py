@@ -80,6 +80,7 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
     """
 
     can_score = quantizes = True
+    scores_every_token = frozenset({"cpu"})
     result_bytes = RESULT_BYTES
 
     @classmethod

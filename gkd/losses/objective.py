@@ -103,7 +103,7 @@ def _share(
     Where what a token counts depends on other tokens of its response, the tokens' log-probabilities are computed first,
     without gradients, and what each token counts follows from them.
     """
-    if not _couples_tokens(algorithm):
+    if not algorithm.couples_tokens:
         return lambda values, start: _total(_part(micro, values, start), algorithm, values)
 
     def logprobs_at(logits: Tensor, start: int) -> Values:
@@ -125,16 +125,6 @@ def _share(
         return torch.stack(parts).sum()
 
     return share
-
-
-def _couples_tokens(algorithm: Algorithm) -> bool:
-    """Return whether what a token counts in the loss depends on other tokens of its response."""
-    if algorithm.weighs_samples and algorithm.importance_sampling.level == "sequence":
-        return True
-    if not algorithm.policy_weight:
-        return False
-    surrogate = algorithm.policy.selected_class
-    return algorithm.ratio == "sequence" or algorithm.policy.sequence_mask_kl is not None or not surrogate.by_token
 
 
 def _part(micro: MicroBatch, values: Values, start: int) -> MicroBatch:

@@ -312,6 +312,12 @@ def plan_sizes(config: Config, models: Models, gpu_bytes_by_group: Mapping[str, 
     }
 
 
+def with_cache_size(layout: Layout) -> Layout:
+    """Return the layout with the cache of sampling engines that a run would give them."""
+    size = {"rollout.kv_cache_gb": cache_gb_of(layout, "rollout", layout.config.rollout)}
+    return replace(layout, config=layout.config.with_settings(size))
+
+
 def _layouts(
     config: Config, models: Models, gpu_bytes_by_group: Mapping[str, float] | None, gpus_of_nodes: Sequence[int] = ()
 ) -> dict[str | None, Layout]:

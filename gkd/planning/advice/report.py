@@ -12,7 +12,15 @@ from rich.table import Table
 
 from gkd.config.device import GB
 from gkd.config.registry import shorten_name
-from gkd.planning.advice.advise import NOT_AHEAD, Advice, advise, advise_all, advise_by_memory, explain_no_advice
+from gkd.planning.advice.advise import (
+    NOT_AHEAD,
+    Advice,
+    advise,
+    advise_all,
+    advise_by_memory,
+    explain_no_advice,
+    with_cache_size,
+)
 from gkd.planning.advice.changes import LEVEL_NAMES
 from gkd.planning.advice.splits import Split, best_splits
 from gkd.planning.layout import DEFAULT_GPU, Layout
@@ -123,7 +131,7 @@ def plan(layout: Layout, factors: Factors | None, best: int | None, by_memory: b
     if needs_offload(layout) and layout.config.schedule.max_staleness:
         layout = replace(layout, config=layout.config.with_settings(NOT_AHEAD))
     requested, layout = layout, replace(layout, config=with_micro_batch(layout))
-    memory = all_memory(layout)
+    memory = all_memory(with_cache_size(layout))
     advice = {group.group: list(advise(layout, group.group)) for group in memory}
     scale = factors or Factors()
     ahead = STALENESS[:1] if needs_offload(layout) else STALENESS

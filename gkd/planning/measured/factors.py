@@ -21,7 +21,7 @@ from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
 from gkd.planning.measured.driver import driver_times
 from gkd.planning.measured.timeline import RunTimeline, disturbed_steps
 from gkd.planning.simulation.run import Step
-from gkd.planning.simulation.stages import Factors, stages_of
+from gkd.planning.simulation.stages import Factors, device_shares, stages_of
 from gkd.planning.simulation.steps import simulate_layout
 
 MOST_SPREAD = 3.0
@@ -52,7 +52,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     timeline = RunTimeline.read(path)
-    by_step = busy_by_step(timeline, ran.hosts, ran.groups_at_once)
+    by_step = busy_by_step(timeline, ran.hosts, ran.groups_at_once, device_shares(ran))
     busy = busy_seconds(by_step)
     simulated = simulate_layout(ran, config.schedule.max_staleness)
     sync = _ratio(fmean(row.get("timing_s/sync", 0.0) for row in rows), stages_of(ran).sync)

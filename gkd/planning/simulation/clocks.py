@@ -42,11 +42,12 @@ class SimulatedBatch:
 class GroupClock:
     """Keeps a group's own time, which passes while the group works, and what happens in it.
 
-    ``slowness``: how many times as long it takes now as on a device of its own.
+    ``share``: the part of that time in which its device works; ``slowness``: how many times as long it takes now as on
+    a device of its own.
     """
 
-    def __init__(self, device: str, n_workers: int) -> None:
-        self.device, self.n_workers = device, n_workers
+    def __init__(self, device: str, n_workers: int, share: float = 1.0) -> None:
+        self.device, self.n_workers, self.share = device, n_workers, share
         self.now, self.worked, self.busy, self.paused = 0.0, 0.0, 0, False
         self.worked_at, self.slowness = [0.0], 1.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []

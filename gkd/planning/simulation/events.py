@@ -5,7 +5,7 @@ sampled, scorers take samples as they finish, the actor adds up chunks in the ba
 new weights unless these are loaded in flight. What the driver itself takes, and messages, are counted where a run has
 measured them.
 
-Where groups share devices, each works as much slower as more of them are busy than these have room for at once.
+Where groups share devices, each works there as much slower as more of them are busy than these have room for at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from statistics import fmean
 
 from gkd.planning.simulation.clocks import EngineClock, GroupClock, SimulatedBatch, SimulatedSample
-from gkd.planning.simulation.run import Pace, SimulatedRun, Step
+from gkd.planning.simulation.run import Pace, SimulatedRun, Step, slowness
 from gkd.schedule import TicketSchedule
 
 ENDLESS = 1 << 40
@@ -52,7 +52,9 @@ class _Simulation:
     def __init__(self, run: SimulatedRun, total: int) -> None:
         self.run, self.total, self.time = run, total, 0.0
         workers = {"actor": 1, "rollout": run.sampling.n_engines} | {k: s.n_servers for k, s in run.scoring.items()}
-        self.groups = {name: GroupClock(run.hosts.get(name, name), n) for name, n in workers.items()}
+        self.groups = {
+            name: GroupClock(run.hosts.get(name, name), n, run.shares.get(name, 1.0)) for name, n in workers.items()
+        }
         self.driver = GroupClock("driver", 1)
         self.clocks = [*self.groups.values(), self.driver]
         self.shares_devices = len({clock.device for clock in self.clocks}) < len(self.clocks)
@@ -104,9 +106,9 @@ class _Simulation:
         """Have each group work as fast as those that work besides it on its device leave it."""
         load = dict.fromkeys((clock.device for clock in working), 0.0)
         for clock in working:
-            load[clock.device] += 1 / self.run.at_once
+            load[clock.device] += clock.share / self.run.at_once
         for clock in working:
-            clock.slowness = max(1.0, load[clock.device])
+            clock.slowness = slowness(clock.share, load[clock.device])
 
     def _run_after(self, clock: GroupClock, seconds: float, action: Callable[[], None]) -> None:
         """Have ``action`` happen after so many seconds of a group's own time."""

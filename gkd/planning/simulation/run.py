@@ -97,7 +97,8 @@ class SimulatedRun:
     tokens; ``mean_tokens`` those of a sample that the times of scoring and updating are for, its prompt included.
     ``together``: weights that do not come in flight come to all engines at the same time, once all are drained, else to
     each by itself. ``hosts`` maps groups to the one whose devices they compute on; ``at_once`` groups have a device's
-    full speed each. ``paces`` are those of steps, one after the other and again; without any all steps are alike.
+    full speed each. ``shares``: the parts of the groups' time in which these work, all of it where none is stated.
+    ``paces`` are those of steps, one after the other and again; without any all steps are alike.
     """
 
     n_prompts: int
@@ -113,8 +114,17 @@ class SimulatedRun:
     together: bool = False
     hosts: Mapping[str, str] = field(default_factory=dict)
     at_once: int = 1
+    shares: Mapping[str, float] = field(default_factory=dict)
     driver: DriverTimes = field(default_factory=DriverTimes)
     paces: Sequence[Pace] = ()
+
+
+def slowness(share: float, load: float) -> float:
+    """Return how many times as long a group takes that is on its device for ``share`` of its time.
+
+    ``load``: the devices that all who are busy there would take.
+    """
+    return 1 - share + share * max(1.0, load)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,13 @@ READ_EFFICIENCY, TENSOR_PARALLEL_EFFICIENCY = 0.8, 0.85
 # works at the step before. 512 steps of 128 sequences of a 0.5B model took 1.53 s on an H200 and 2.19 s on another
 # one's machine. With both in one process, one after the other, it was 2.13 s on the first, and 2.45 s on an H100's.
 ENGINE_STEP_S, ENGINE_SEQUENCE_S = 1.8e-3, 28e-6
+# What a GPU works at least for a layer in a step of sampling: its kernels are short, and many. With the same model's
+# batch sampled ahead a step so took 2.82 and 2.64 s on two machines, where one after the other takes 3.83 and 3.85 s.
+LAYER_KERNELS_S = 75e-6
 NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
 SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
 HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
-LOAD_LAYER_S = 3.5e-3  # of the host, for vLLM to load a layer's tensors: 24 layers took 0.09 s
+LOAD_LAYER_S = 4.5e-3  # of the host, for vLLM to load a layer's tensors: 24 layers took 0.07, 0.13 and 0.14 s
 ADAPTER_TOKEN = 1.35  # a token's time where vLLM applies an adapter beside the weights: 1.33 to 1.39 were measured
 SWITCH_S = 0.02  # of an object store and an engine that stops and starts, measured with small models
 
@@ -153,12 +156,15 @@ def weights_read(shape: ModelShape, n: float) -> float:
 
 def generate_s(layout: Layout, engine: Engine) -> float:
     """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
-    workload = layout.workload
-    sampled = workload.samples * layout.config.algorithm.on_policy_share
-    each = max(1.0, sampled / engine.n_engines)
+    workload, each = layout.workload, _sampled_by_engine(layout, engine)
     at_once = min(each, concurrent_sequences(layout, "rollout", engine))
     prompts = each * workload.prompts / workload.samples
     return prompts * prefill_s(layout, engine) + workload.response * decode_s(layout, engine, at_once) * each / at_once
+
+
+def _sampled_by_engine(layout: Layout, engine: Engine) -> float:
+    """Count the samples of a batch that an engine draws."""
+    return max(1.0, layout.workload.samples * layout.config.algorithm.on_policy_share / engine.n_engines)
 
 
 def prefill_s(layout: Layout, engine: Engine) -> float:
@@ -170,18 +176,36 @@ def prefill_s(layout: Layout, engine: Engine) -> float:
 
 def decode_s(layout: Layout, engine: Engine, n: float) -> float:
     """Return the seconds that an engine takes for the next token of ``n`` responses: it reads weights and caches."""
-    workload, shape, c = layout.workload, layout.models.student, layout.compute_bytes
-    rate, reading = _engine_speed(layout, engine.tensor_parallel_size)
-    context = workload.prompt + workload.response / 2
-    tp = engine.tensor_parallel_size
-    cached = shape.windows.mean_context(context, shape.n_layers)
-    read = c * weights_read(shape, n) + n * cached * tp * kv_bytes(shape, tp, c)
-    computed = n * (forward_flops(shape, context) + head_flops(shape)) / rate
-    adapter, by_process = layout.config.weights.adapter_only, (ENGINE_STEP_S, n * ENGINE_SEQUENCE_S)
+    tp, adapter = engine.tensor_parallel_size, layout.config.weights.adapter_only
+    by_process = ENGINE_STEP_S, n * ENGINE_SEQUENCE_S
     alone = layout.hardware.is_cpu or passes_worker(TRANSFERS.load(transfer_of(layout)), adapter)
     on_host = sum(by_process) if tp == 1 and alone else max(by_process)
-    step = max(on_host, read / reading, computed) + network_s(layout, shape, engine, n)
+    step = max(on_host, _decode_on_device_s(layout, engine, n)) + network_s(layout, layout.models.student, engine, n)
     return step * (ADAPTER_TOKEN if adapter else 1.0)
+
+
+def _decode_on_device_s(layout: Layout, engine: Engine, n: float) -> float:
+    """Return the seconds that the next token of ``n`` responses takes an engine's GPUs, beside which the host works."""
+    workload, shape, c = layout.workload, layout.models.student, layout.compute_bytes
+    tp, (rate, reading) = engine.tensor_parallel_size, _engine_speed(layout, engine.tensor_parallel_size)
+    context = workload.prompt + workload.response / 2
+    cached = shape.windows.mean_context(context, shape.n_layers)
+    read = c * weights_read(shape, n) + n * cached * tp * kv_bytes(shape, tp, c)
+    return max(read / reading, n * (forward_flops(shape, context) + head_flops(shape)) / rate)
+
+
+def device_shares(layout: Layout) -> dict[str, float]:
+    """Return the parts of the groups' time in which their devices work, those below 1.
+
+    A GPU has time for others while the host works at a step of sampling.
+    """
+    if layout.hardware.is_cpu:
+        return {}
+    engine = layout.config.rollout
+    n = min(_sampled_by_engine(layout, engine), concurrent_sequences(layout, "rollout", engine))
+    on_device = max(layout.models.student.n_layers * LAYER_KERNELS_S, _decode_on_device_s(layout, engine, n))
+    share = on_device / decode_s(layout, engine, n)
+    return {"rollout": share} if share < 1 else {}
 
 
 def network_s(layout: Layout, shape: ModelShape, engine: Engine, tokens: float) -> float:
@@ -204,13 +228,14 @@ def score_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float:
 def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float:
     """Return the seconds of scoring one sample, as each engine does last.
 
-    vLLM has the head at every token, the torch engine at those of the response. A reward model has one output instead.
+    The head is at the response's tokens, or at every one, as the engine's class states. A reward model has one output
+    instead.
     """
     shape, workload, length = layout.models.shape_of(group), layout.workload, layout.workload.length
     if isinstance(pool, RewardModel):
         return length * forward_flops(shape, length / 2) / layout.hardware.flops
     its = engine_class(pool, shape)
-    n_rows = length if its.managed_memory else workload.response
+    n_rows = length if layout.device in its.scores_every_token else workload.response
     rate, _ = _engine_speed(layout, pool.tensor_parallel_size)
     if shape.is_dense and not (layout.hardware.is_cpu or pool.enforce_eager):
         rate *= min(its.compiled_speed, 1 / (layout.config.plan.efficiency or GPU_EFFICIENCY))  # at most the GPU's own
@@ -227,8 +252,9 @@ def _engine_speed(layout: Layout, tp: int) -> tuple[float, float]:
 def update_s(layout: Layout, world: int, nnodes: int) -> float:
     """Return the seconds of all optimizer steps of a batch on ``world`` ranks of ``nnodes`` nodes.
 
-    Forward and both backward products are three passes, four with checkpointing; with an adapter one less. The head
-    runs forward twice, at the tokens of responses. Weights are gathered and come from the host's memory for forward and
+    Forward and both backward products are three passes, four with checkpointing; with an adapter one less. So are the
+    head's, at the tokens of responses, with a forward one more where tokens count by others of their response. Weights
+    are gathered and come from the host's memory for forward and
     backward pass, gradients are reduced and go there.
     """
     workload, hardware, shape, actor = layout.workload, layout.hardware, layout.models.student, layout.config.actor
@@ -238,7 +264,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     parts = [(n_whole, mini)] + ([(1, rest)] if rest else [])  # how many updates, of how many samples each
     n_updates = sum(n for n, _ in parts)
     a_layer_pass, a_head = forward_flops(shape, workload.length / 2), head_flops(shape) * workload.response
-    layers, head = 3 + actor.gradient_checkpointing - lora, 3 if lora else 4
+    layers, head = 3 + actor.gradient_checkpointing - lora, 3 + layout.config.algorithm.couples_tokens - lora
     to_and_fro, from_host = 2 * c + (0 if lora else F32), 2 * c if lora else 3 * F32
     once = adam_s(layout, world)
     if not lora:

@@ -26,6 +26,7 @@ from gkd.planning.simulation.stages import (
     Factors,
     adam_s,
     decode_s,
+    device_shares,
     prefill_s,
     score_one_s,
     stages_of,
@@ -81,6 +82,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
         together=TRANSFERS.load(transfer_of(layout)).collective,
         hosts=layout.hosts,
         at_once=layout.groups_at_once,
+        shares=device_shares(layout),
         driver=factors.driver,
         paces=factors.paces,
     )

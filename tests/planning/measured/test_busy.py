@@ -66,6 +66,13 @@ def test_cores_that_have_room_for_both_slow_neither_down(tmp_path: Path) -> None
     assert seconds == pytest.approx({"actor": 3.0, "rollout": 5.0})
 
 
+def test_sampling_that_the_host_sets_the_pace_of_is_slowed_by_half(tmp_path: Path) -> None:
+    """Its device works for half of its time, so both take half as much again of it, and the actor of all its time."""
+    write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
+    seconds = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}, shares={"rollout": 0.5}))
+    assert seconds == pytest.approx({"actor": 1 + 2 / 1.5, "rollout": (4 + 2 / 1.25 + 3 + 1 / 1.25) / 2})
+
+
 def test_paces_are_each_steps_share_of_the_mean(tmp_path: Path) -> None:
     write_timeline(tmp_path, STEP, STEP, SLOW, STEP)
     paces = paces_of(busy_by_step(RunTimeline.read(tmp_path), {}))
