@@ -33,7 +33,6 @@ ENGINE_STEP_S, ENGINE_SEQUENCE_S = 1.8e-3, 28e-6
 # batch sampled ahead a step so took 2.82 and 2.64 s on two machines, where one after the other takes 3.83 and 3.85 s.
 LAYER_KERNELS_S = 75e-6
 NETWORK_WAIT_S = 20e-6  # until a sum over several nodes begins to arrive
-SAVE_BYTES_S, LOAD_BYTES_S = 0.44e9, 1.5e9  # safetensors.torch.save and load, measured on two cores
 HOST_LINK, HOST_MEMORY = 25e9, 100e9  # PCIe 4.0 x16 and eight channels of DDR4 in practice, bytes a second
 LOAD_LAYER_S = 4.5e-3  # of the host, for vLLM to load a layer's tensors: 24 layers took 0.07, 0.13 and 0.14 s
 ADAPTER_TOKEN = 1.35  # a token's time where vLLM applies an adapter beside the weights: 1.33 to 1.39 were measured
@@ -333,8 +332,8 @@ def adam_s(layout: Layout, world: int) -> float:
 def sync_s(layout: Layout, world: int, nnodes: int) -> float:
     """Return the seconds of new weights of ``world`` ranks of ``nnodes`` nodes.
 
-    They are gathered, then read by every engine at the same time. Through the object store they are serialised and
-    loaded. From GPU to GPU they are read and written twice, as they are packed and as they are loaded, and go over the
+    They are gathered, then read by every engine at the same time. Through the host a byte takes what the transfer's
+    class states. From GPU to GPU they are read and written twice, as they are packed and as they are loaded, and go over the
     link where engines are not on the actor's GPUs.
     """
     hardware, shape, n_sent = layout.hardware, layout.models.student, layout.models.student.n_parameters
@@ -344,7 +343,7 @@ def sync_s(layout: Layout, world: int, nnodes: int) -> float:
     transfer = TRANSFERS.load(transfer_of(layout))
     gathered = gather_s(layout, world, nnodes, n_bytes) if transfer.gathers else 0.0
     if not transfer.gpu_to_gpu:
-        return SWITCH_S + gathered + n_bytes / SAVE_BYTES_S + n_bytes / LOAD_BYTES_S
+        return SWITCH_S + gathered + n_bytes * transfer.host_byte_s
     link = hardware.link if _is_on_one_node(layout) else hardware.network
     sent = 0.0 if {"actor", "rollout"} in layout.may_share else n_bytes / link
     loaded = shape.n_layers * LOAD_LAYER_S + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth)
