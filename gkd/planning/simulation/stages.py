@@ -333,8 +333,8 @@ def sync_s(layout: Layout, world: int, nnodes: int) -> float:
     """Return the seconds of new weights of ``world`` ranks of ``nnodes`` nodes.
 
     They are gathered, then read by every engine at the same time. Through the host a byte takes what the transfer's
-    class states. From GPU to GPU they are read and written twice, as they are packed and as they are loaded, and go over the
-    link where engines are not on the actor's GPUs.
+    class states. From GPU to GPU they are read and written twice, as they are packed and as they are loaded, and go
+    over the link where engines are not on the actor's GPUs.
     """
     hardware, shape, n_sent = layout.hardware, layout.models.student, layout.models.student.n_parameters
     if layout.config.weights.adapter_only:
