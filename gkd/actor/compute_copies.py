@@ -33,7 +33,7 @@ class ComputeCopies:
         return sum(weight.numel() for weight in self._places)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Have the model compute with copies of its present weights; their gradients are added to the weights' own.
 
         A copy's gradient is added, in the weight's type, as soon as it is whole, and is gone then.

@@ -84,7 +84,7 @@ class ActorGroup(ActorRanks):
     def _submit_chunks(self, first: int) -> list[PendingCall]:
         """Submit all chunks from number ``first`` on, in one call of each rank: between two calls a rank is idle."""
         chunks = self._chunks[first:]
-        parts = [self._weighted_shares(chunk, chunk_weights) for chunk in chunks]
+        parts = [self._weigh_shares(chunk, chunk_weights) for chunk in chunks]
         activity = f"accumulating chunks {first + 1} to {len(self._chunks)} of a batch"
         calls = []
         if self._is_own_reference:
@@ -98,7 +98,7 @@ class ActorGroup(ActorRanks):
         calls.append(self.group.submit_each("trainer.accumulate_chunks", by_rank, activity=activity))
         return calls
 
-    def _weighted_shares(
+    def _weigh_shares(
         self, samples: Sequence[TrainingSample], weigh: Callable[..., list[float]]
     ) -> list[tuple[list[TrainingSample], list[float]]]:
         """Return each rank's share of ``samples``, and what :mod:`gkd.algorithms.aggregation` weighs their tokens."""
@@ -185,7 +185,7 @@ class ActorGroup(ActorRanks):
         """Call ``method`` of every rank with its share of a batch; returns the metrics of the whole."""
         self.wait_for_chunks()  # a rank whose memory ran out in them would keep the others waiting
         n_positions = sum(sample.n_sampled for sample in samples)
-        args = [(*share, n_positions, *further) for share in self._weighted_shares(samples, token_weights)]
+        args = [(*share, n_positions, *further) for share in self._weigh_shares(samples, token_weights)]
         metrics: dict[str, float] = self._call(method, args)[0]
         return metrics
 

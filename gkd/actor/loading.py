@@ -16,7 +16,7 @@ from gkd.actor.compiling import Compilation
 from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.model import Student, named_tensors, shard
 from gkd.actor.precision import find_exact, get_dtypes, round_buffers
-from gkd.actor.quantize import make_load_arguments, packed_parameters
+from gkd.actor.quantize import find_packed_parameters, make_load_arguments
 from gkd.config import Lora
 from gkd.config.actor import MOST_COPIED
 from gkd.errors import ConfigError
@@ -54,7 +54,7 @@ def load_sharded(
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
         student.compilation = compiled(student.lm, student.is_packed)
-        copies = ComputeCopies(student, dtype, packed_parameters(student) | student.exact_parameters())
+        copies = ComputeCopies(student, dtype, find_packed_parameters(student) | student.find_exact_parameters())
         if mesh.size() > 1 or offload or copies.n_numbers > most_copied:
             shard(student, mesh, dtype, offload)
             return student
@@ -88,7 +88,7 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
         dist.broadcast(full, group=group, group_src=0)
         assert isinstance(value, DTensor), "every parameter is sharded"
         value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
-    for holder, name, value in list(_computed_tensors(student.lm)):
+    for holder, name, value in list(_find_computed_tensors(student.lm)):
         own = torch.empty_like(value, device=device)
         if whole is not None:
             own.copy_(getattr(whole.lm.get_submodule(holder), name))
@@ -97,7 +97,7 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
     student.head = Head(student.lm)  # which holds what the model held before
 
 
-def _computed_tensors(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+def _find_computed_tensors(lm: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield module, name and value of every tensor that a model has computed for itself, as frequencies are."""
     for holder, module in lm.named_modules():
         for name, value in (*module._buffers.items(), *vars(module).items()):

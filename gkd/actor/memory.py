@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
-def smaller_budget(budget: int, lengths: Sequence[int], padded: bool = False) -> int | None:
+def shrink_budget(budget: int, lengths: Sequence[int], padded: bool = False) -> int | None:
     """Return tokens a micro-batch may have after those of ``budget`` were too much for sequences of these ``lengths``.
 
     Half of what the largest had; None where that was one sequence alone. A rank without any has the others' passes, of

@@ -19,7 +19,7 @@ SHARE = "mismatch/stale_share"
 _MEANS, _RATIO, _LARGEST = ("kl", "is_ratio_mean"), "is_ratio_mean", "is_ratio_max"
 
 
-def stale_tokens(samples: Sequence[TrainingSample], version: int) -> Tensor:
+def mark_stale_tokens(samples: Sequence[TrainingSample], version: int) -> Tensor:
     """Return which of the samples' sampled tokens [N], laid end to end, older weights than ``version`` sampled."""
     spans = [span for sample in samples for span in sample.versions]
     stale = torch.tensor([span.version < version for span in spans], dtype=torch.bool)

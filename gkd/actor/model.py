@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from gkd.actor.compiling import Compilation
 from gkd.actor.compute_copies import ComputeCopies
 from gkd.actor.precision import find_exact_modules
-from gkd.actor.quantize import dequantize_weights, find_quantized_layers, packed_parameters
+from gkd.actor.quantize import dequantize_weights, find_packed_parameters, find_quantized_layers
 from gkd.losses.micro_batch import MicroBatch
-from gkd.losses.outcomes import fused
+from gkd.losses.outcomes import use_kernels
 from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
@@ -61,12 +61,12 @@ class Student(nn.Module):
         head = self.head.linear(hidden) or self.head
         if self.compilation is None:
             return objective(hidden, head)
-        with self.compilation.allow_compiling(), fused(self.compilation.kernels):
+        with self.compilation.allow_compiling(), use_kernels(self.compilation.kernels):
             return objective(hidden, head)
 
-    def computing(self) -> AbstractContextManager[None]:
+    def use_compute_type(self) -> AbstractContextManager[None]:
         """Have it compute in the compute type, forward and backward; nothing else may read its weights meanwhile."""
-        return nullcontext() if self.copies is None else self.copies.installed()
+        return nullcontext() if self.copies is None else self.copies.install()
 
     def compute_hidden(self, micro: MicroBatch) -> Tensor:
         """Return final hidden states [L, D] of every token of a micro-batch."""
@@ -93,7 +93,7 @@ class Student(nn.Module):
             layer.training = True  # otherwise bitsandbytes lays its weight out anew on a CPU, and not back
         return self
 
-    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def gather_full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and persistent buffer, gathered from all ranks, by its name in transformers.
 
         An adapter is added to what it adapts. A collective: every rank has to iterate, in step. Weights tied to another
@@ -103,7 +103,7 @@ class Student(nn.Module):
         """
         if not self.has_adapter:
             for name, value in named_tensors(self.lm):
-                yield name, gather_tensor(value.detach(), self.sent_type(name, value, dtype))
+                yield name, gather_tensor(value.detach(), self.choose_sent_type(name, value, dtype))
             return
         from gkd.actor.lora import merge
 
@@ -112,11 +112,11 @@ class Student(nn.Module):
         for name, whole in merge(self.lm, dequantize_weights(self.lm, stored), gather_tensor):
             yield name, whole.to(dtype) if whole.is_floating_point() and name not in kept else whole
 
-    def sent_type(self, name: str, value: Tensor, dtype: torch.dtype) -> torch.dtype:
+    def choose_sent_type(self, name: str, value: Tensor, dtype: torch.dtype) -> torch.dtype:
         """Return the type that a tensor of the model is sent in where weights are sent as ``dtype``."""
         return dtype if isinstance(value, nn.Parameter) and name not in self.exact else value.dtype
 
-    def exact_parameters(self) -> set[nn.Parameter]:
+    def find_exact_parameters(self) -> set[nn.Parameter]:
         """Return the parameters that are computed with in float32."""
         if not self.exact:
             return set()
@@ -126,7 +126,7 @@ class Student(nn.Module):
 
     def file_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the same by the names, and in the shapes, that the model's files have. A collective as well."""
-        return self.files.convert(self.full_tensors(dtype))
+        return self.files.convert(self.gather_full_tensors(dtype))
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's parameters, gathered. A collective."""
@@ -183,10 +183,10 @@ def shard(student: Student, mesh: DeviceMesh, compute_dtype: torch.dtype, offloa
     # by models that compute it so, such as rotary embeddings (OLMo) or the residual stream (Mamba).
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-    whole = packed_parameters(student)
+    whole = find_packed_parameters(student)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     layers = decoder_layers(student.lm)
-    for part in find_exact_modules(layers, student.exact_parameters()):
+    for part in find_exact_modules(layers, student.find_exact_parameters()):
         fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=place)
     for part in (*layers, student):
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)

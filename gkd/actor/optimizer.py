@@ -102,7 +102,7 @@ class HostAdamW(torch.optim.AdamW):
                 foreach=False, fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
                 lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
-            transit.take_back(moments, here)
+            transit.write_back(moments, here)
         state["step"] += 1
 
 
@@ -134,7 +134,7 @@ class _Transit:
         torch.cuda.current_stream(self._device).wait_event(arrived)
         return here
 
-    def take_back(self, moments: list[Tensor], here: list[Tensor]) -> None:
+    def write_back(self, moments: list[Tensor], here: list[Tensor]) -> None:
         """Write back what :meth:`bring` brought, once it is computed."""
         if self._device.type == "cpu":
             return

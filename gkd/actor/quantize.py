@@ -35,7 +35,7 @@ def find_quantized_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
 
 
-def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
+def find_packed_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return weights that are not numbers to anyone but bitsandbytes: every rank keeps them whole."""
     return {layer.weight for layer in find_quantized_layers(model).values()}
 

@@ -30,7 +30,7 @@ class StudentShards:
         values = dict(named_tensors(student.lm))
         for conversion in student.files.conversions:
             value = values[conversion.names[0]]
-            dtypes = {student.sent_type(name, values[name], self._dtype) for name in conversion.names}
+            dtypes = {student.choose_sent_type(name, values[name], self._dtype) for name in conversion.names}
             if len(dtypes) > 1:
                 raise RunFailed(f"{conversion.names[0]} is converted together with tensors of other types")
             (dtype,) = dtypes
@@ -46,11 +46,11 @@ class StudentShards:
             name = conversion.names[0]
             first = values[name].detach()
             if conversion.renames and isinstance(first, DTensor) and find_equal_dim(first) is not None:
-                dtype = student.sent_type(name, values[name], self._dtype)
+                dtype = student.choose_sent_type(name, values[name], self._dtype)
                 yield next(iter(conversion.shapes)), cast_shard(first, dtype)
             else:
                 gathered = (
-                    (n, gather_tensor(values[n].detach(), student.sent_type(n, values[n], self._dtype)))
+                    (n, gather_tensor(values[n].detach(), student.choose_sent_type(n, values[n], self._dtype)))
                     for n in conversion.names
                 )
                 yield from student.files.convert(gathered)

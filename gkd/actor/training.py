@@ -21,8 +21,8 @@ from gkd.actor.batches import Metrics, pack
 from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_setting
 from gkd.actor.copies import Copies
-from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
-from gkd.actor.mismatch import compute_means, leave_out, split_by_age, stale_tokens
+from gkd.actor.memory import is_out_of_memory, out_of_memory_text, shrink_budget
+from gkd.actor.mismatch import compute_means, leave_out, mark_stale_tokens, split_by_age
 from gkd.actor.model import Student
 from gkd.actor.optimizer import learning_rate, n_updates, take_local
 from gkd.actor.staging import Staging
@@ -270,7 +270,7 @@ class RankTrainer:
             self._n_updates = n_updates(self.optimizer)
         _seed(dropout_seed(self.config.trainer.seed, self._n_updates, self.rank, chunk), self.device)
         try:
-            with self.student.computing():
+            with self.student.use_compute_type():
                 return run()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -281,7 +281,7 @@ class RankTrainer:
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
         self.optimizer.zero_grad(set_to_none=True)
         lengths = [sample.n_tokens for sample in samples]
-        smaller = smaller_budget(self.budget, lengths, padded=not self.student.is_packed)
+        smaller = shrink_budget(self.budget, lengths, padded=not self.student.is_packed)
         longest = max(lengths, default=0)
         raise OutOfMemory(out_of_memory_text(self.config, longest, self.budget, reason), smaller)
 
@@ -327,7 +327,7 @@ class RankTrainer:
             if has_moved:
                 by_token, most = leave_out(by_token), leave_out(most)
             elif self.config.schedule.max_staleness and train:
-                stale = send(stale_tokens([samples[i] for i in part], self.start_version), self.device)
+                stale = send(mark_stale_tokens([samples[i] for i in part], self.start_version), self.device)
                 by_token, most = split_by_age(by_token, most, stale)
             for name, value in measured.losses.items():
                 losses[name] += value.detach()

@@ -29,14 +29,14 @@ def rewards_of(config: Config, samples: Sequence[TrainingSample]) -> list[float]
     does not apply adds nothing.
     """
     limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
-    sums = _weighted_sums(config, samples)
+    sums = _weigh_rewards(config, samples)
     if overlong.action != "penalty":
         return sums
     penalties = [overlong_penalty(sample.n_sampled, limit, overlong.buffer) for sample in samples]
     return [total + penalty for total, penalty in zip(sums, penalties, strict=True)]
 
 
-def _weighted_sums(config: Config, samples: Sequence[TrainingSample]) -> list[float]:
+def _weigh_rewards(config: Config, samples: Sequence[TrainingSample]) -> list[float]:
     weights = {name: weight for name, weight in config.reward.weight_of().items() if weight}
     return [
         sum(weight * _number(sample.rewards.get(name, 0.0)) for name, weight in weights.items()) for sample in samples
@@ -206,4 +206,4 @@ def validation_rewards(config: Config, samples: Sequence[TrainingSample]) -> dic
     metrics |= {f"val/{name}": share for name, share in by_function.items() if name.endswith("/failed") and share}
     counting = [name for name, weight in config.reward.weight_of().items() if weight]
     rated = [sample for sample in samples if not any(isinstance(sample.rewards.get(name), str) for name in counting)]
-    return metrics | ({"val/reward/mean": float(np.mean(_weighted_sums(config, rated)))} if rated else {})
+    return metrics | ({"val/reward/mean": float(np.mean(_weigh_rewards(config, rated)))} if rated else {})

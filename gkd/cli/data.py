@@ -24,13 +24,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="as for gkd train")
     options = parser.parse_intermixed_args(arguments)
     from gkd.config.compose import compose_run
-    from gkd.config.doubts import doubtful_line_ends
+    from gkd.config.doubts import find_doubtful_line_ends
     from gkd.driver.inputs.preview import preview, show
     from gkd.observability.progress import console, log_to
 
     config, out = compose_run(options.overrides), console()
     log_to(out)
-    for doubt in doubtful_line_ends(config):
+    for doubt in find_doubtful_line_ends(config):
         log.warning(doubt)
     seen = preview(config, out.print)
     with end_with_reader():

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
     exit_on_signals()
     from gkd.cli.compare import show_each_score
-    from gkd.config.doubts import idle_sections
+    from gkd.config.doubts import find_idle_sections
     from gkd.evaluation.run import evaluate
     from gkd.evaluation.table import show
     from gkd.observability.progress import console, log_to
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     out = console()
     log_to(out)
     config, further = configure(options.overrides)
-    for doubt in idle_sections({"evaluate": config.evaluate}):
+    for doubt in find_idle_sections({"evaluate": config.evaluate}):
         log.warning(doubt)
     results = evaluate(config, out, options.quick, further)
     out.print()

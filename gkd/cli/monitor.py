@@ -157,7 +157,7 @@ def _processes(run: RunFiles) -> Table:
         table.add_column(title, justify="left" if title == "group" else "right")
     last, sizes = run.last_metrics, Counter(row["group"] for row in run.placement())
     for group, pids in run.pids().items():
-        held = [gb for pid in pids if (gb := resident_gb(pid)) is not None]
+        held = [gb for pid in pids if (gb := read_resident_gb(pid)) is not None]
         largest = last.get(f"memory/{group}/process_gb")
         shown = f"{sum(held):.2f} GB" if held else "ended" if pids else "elsewhere"
         table.add_row(group, f"{len(held)} of {sizes[group]}", shown, "" if largest is None else f"{largest:.2f} GB")
@@ -191,7 +191,7 @@ def progress_line(run: RunFiles) -> str:
     return "  ".join(parts)
 
 
-def resident_gb(pid: int) -> float | None:
+def read_resident_gb(pid: int) -> float | None:
     """Return memory of a process and its children on this machine; None where it has ended."""
     import psutil
 

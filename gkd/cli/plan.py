@@ -100,11 +100,11 @@ def _place_here(config: Config, best: bool) -> Config:
     """Return the layout that a run here would take, where this machine's GPUs are planned for."""
     from gkd.cluster.gpu import VISIBLE, nvml_uuids, usable_devices
     from gkd.cluster.layout.fit import share_gpus
-    from gkd.cluster.layout.nodes import idle_nodes
+    from gkd.cluster.layout.nodes import make_idle_nodes
 
     if best or _names_a_gpu(config) or isinstance(config.cluster.simulate_gpus, int):
         return config
-    return share_gpus(config, idle_nodes([len(usable_devices(os.environ.get(VISIBLE), nvml_uuids()))]))
+    return share_gpus(config, make_idle_nodes([len(usable_devices(os.environ.get(VISIBLE), nvml_uuids()))]))
 
 
 def _names_a_gpu(config: Config) -> bool:

@@ -50,15 +50,15 @@ def rates(config: Config) -> Rates:
 
 def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
-    yield from _idle_pools(config)
-    yield from _idle_settings(config)
-    yield from doubtful_line_ends(config)
+    yield from _find_idle_pools(config)
+    yield from _find_idle_settings(config)
+    yield from find_doubtful_line_ends(config)
     yield from filter(
         None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness, _truncation))
     )
 
 
-def _idle_pools(config: Config) -> Iterator[str]:
+def _find_idle_pools(config: Config) -> Iterator[str]:
     """Yield a warning for each pool with GPUs of its own, as of a placement, whose group the run does not have."""
     for section, group in GROUP_OF.items():
         pool: Pool = getattr(config, section)
@@ -68,7 +68,7 @@ def _idle_pools(config: Config) -> Iterator[str]:
         yield f"{section}.n_gpus_per_node={pool.n_gpus_per_node}: this run has no {group}, so {gpus} stay idle"
 
 
-def _idle_settings(config: Config) -> Iterator[str]:
+def _find_idle_settings(config: Config) -> Iterator[str]:
     """Yield a warning for each setting that is not as by default and has no effect beside the others."""
     algorithm = config.algorithm
     samples_are_weighed = algorithm.importance_sampling.level is not None
@@ -86,19 +86,19 @@ def _idle_settings(config: Config) -> Iterator[str]:
         if value != default and not has_effect:
             section = setting.rpartition(".")[0]
             yield f"{setting}={str(value).lower()} changes nothing without {section}.{needed}"
-    yield from idle_sections({"reward": config.reward, "trainer": config.trainer})
+    yield from find_idle_sections({"reward": config.reward, "trainer": config.trainer})
     if (path := config.reward_model.model.path) is not None and not config.has_reward_model_group:
         yield f"reward_model.model.path={path} changes nothing without reward.functions=[reward_model]"
 
 
-def idle_sections(by_name: Mapping[str, OpenSections]) -> Iterator[str]:
+def find_idle_sections(by_name: Mapping[str, OpenSections]) -> Iterator[str]:
     """Yield a warning for each section of a class that is not named, such as ``reward.judge``."""
     for section, settings in by_name.items():
-        for name in settings.idle_sections():
+        for name in settings.find_idle_sections():
             yield f"{section}.{name}.* change nothing: {section}.{settings.selects} does not name {name}"
 
 
-def doubtful_line_ends(config: Config) -> Iterator[str]:
+def find_doubtful_line_ends(config: Config) -> Iterator[str]:
     """Yield a warning for each text in which ``\\n`` is two characters, as a shell and Hydra leave it."""
     texts = {
         "data.prompt_template": config.data.prompt_template or "",

@@ -79,17 +79,17 @@ def dump_run(requested: Config, ran: Config) -> str:
     """
     there, here = requested.model_dump(), ran.model_dump()
     here["trainer"]["resume"] = there["trainer"]["resume"] = False
-    here |= {REQUESTED: decided} if (decided := _differing(there, here)) else {}
+    here |= {REQUESTED: decided} if (decided := _find_differences(there, here)) else {}
     return str(OmegaConf.to_yaml(OmegaConf.create(escape(here))))
 
 
-def _differing(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _find_differences(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of ``tree`` that ``other`` has not, None for those that it alone has."""
     values: dict[str, Any] = {}
     for name in {**tree, **other}:
         own, its = tree.get(name), other.get(name)
         if own != its:
-            values[name] = _differing(own, its) if isinstance(own, Mapping) and isinstance(its, Mapping) else own
+            values[name] = _find_differences(own, its) if isinstance(own, Mapping) and isinstance(its, Mapping) else own
     return values
 
 

@@ -149,7 +149,7 @@ class OpenSections(OpenSettings):
             classes[section] = owner
         return classes
 
-    def idle_sections(self) -> list[str]:
+    def find_idle_sections(self) -> list[str]:
         """Return sections of built-in classes that are not named, and so change nothing.
 
         Those with defaults alone are left out, which a run's file has of what it named.

@@ -154,7 +154,7 @@ def find_fault(record: Any, fields: Mapping[str, type]) -> str | None:
     return None
 
 
-def whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
+def read_whole_lines(file: Path, **fields: type) -> list[dict[str, Any]]:
     """Return what :class:`LineReader` reads of a file, once. Raises ConfigError."""
     return LineReader(file, False, **fields).read()
 

@@ -114,7 +114,7 @@ def _all_sources() -> dict[Path, bytes]:
     return {path: content for file in sorted(_SOURCES) for path, content in _SOURCES[file].items()}
 
 
-def kept_variables() -> dict[str, str]:
+def read_kept_variables() -> dict[str, str]:
     """Return the variables by which a process of this run loads what the run has kept."""
     return {KEPT: os.environ[KEPT]} if KEPT in os.environ else {}
 
@@ -201,7 +201,7 @@ def _neighbours(file: Path) -> list[tuple[str, Path]]:
     found: dict[str, Path] = {}
     files = [file]
     while files:
-        for name in _imported_names(files.pop()):
+        for name in _find_imported_modules(files.pop()):
             place = _find_neighbour(file.parent, name)
             if place is None or place == file or name in found or name == __package__.partition(".")[0]:
                 continue
@@ -240,7 +240,7 @@ def _files_of(place: Path) -> list[Path]:
     return [folder / file.relative_to(copy or folder) for file in sorted(files)]
 
 
-def _imported_names(file: Path) -> list[str]:
+def _find_imported_modules(file: Path) -> list[str]:
     """Return the modules that a file imports, without what is within them; none of a file that cannot be read."""
     try:
         nodes = list(ast.walk(ast.parse(_read(file))))
@@ -256,7 +256,7 @@ def _require_own_neighbours(file: Path) -> None:
 
     Python has one module of a name, from the first folder that has one.
     """
-    for name in _imported_names(file):
+    for name in _find_imported_modules(file):
         own = _find_neighbour(file.parent, name)
         for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
             other = _find_neighbour(folder, name)

@@ -124,14 +124,14 @@ def state_day(day: date) -> None:
     _STATED["day"] = day
 
 
-def stated_day() -> date:
+def get_stated_day() -> date:
     """Return the day that chat templates are given: today where none is set."""
     return _STATED.get("day", date.today())
 
 
 def template_variables(kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a chat template is given beside messages: the day, ``kwargs``, and a row's tools where it has any."""
-    variables = {"strftime_now": datetime.combine(stated_day(), time()).strftime, **kwargs}
+    variables = {"strftime_now": datetime.combine(get_stated_day(), time()).strftime, **kwargs}
     return {**variables, "tools": [dict(tool) for tool in tools]} if tools else variables
 
 

@@ -106,7 +106,7 @@ def check_same_prompts(prompts: Sequence[Prompt], teachers: Mapping[str, Rendere
         chosen = [prompt for prompt in prompts if teacher_of(prompt) == name][:COMPARED]
         for prompt, ids in zip(chosen, teacher.token_ids(chosen), strict=True):
             if not np.array_equal(prompt.token_ids, ids):
-                ours, theirs = _differing_texts(prompt, ids, teacher)
+                ours, theirs = _cut_differing_texts(prompt, ids, teacher)
                 raise ConfigError(
                     f"the student and {teacher.setting} are prompted differently: of prompt {prompt.id} the student "
                     f"sees {ours}, the teacher would see {theirs}; say which is meant: teacher.chat_template=own, "
@@ -145,7 +145,7 @@ def drop_long(prompts: PromptSet, longest: int) -> PromptSet:
     return PromptSet(short, prompts.n_too_long + len(lengths) - len(short))
 
 
-def _differing_texts(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
+def _cut_differing_texts(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
     """Return both texts from shortly before their first difference; token ids where only those differ."""
     decode = teacher.tokenizer.decode
     texts = [decode(ids.tolist(), skip_special_tokens=False) for ids in (prompt.token_ids, theirs)]

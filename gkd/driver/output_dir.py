@@ -59,7 +59,7 @@ def require_no_run(path: Path, resume: bool) -> None:
     try:
         held = [name for name in (METRICS, SUMMARY, "model") if (path / name).exists()]
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _explain_unreadable(path, error) from None
     if held and not resume:
         goes_on = ", or trainer.resume=true goes on with it" if (path / "checkpoints" / "latest").exists() else ""
         raise ConfigError(
@@ -88,7 +88,7 @@ def claim(path: Path) -> int:
         taken_over = take_over(path)
         descriptor = os.open(path, os.O_RDONLY) if taken_over is None else taken_over
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _explain_unreadable(path, error) from None
     for _ in range(LOOKS):
         if hold(descriptor):
             for file in (*(path / name for name in REPLACED), path / "checkpoints" / "latest"):
@@ -99,7 +99,7 @@ def claim(path: Path) -> int:
     raise ConfigError(f"trainer.output_dir={path}: another run is writing there now")
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
+def _explain_unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"trainer.output_dir={path} cannot be read: {error.strerror}")
 
 

@@ -23,7 +23,7 @@ from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT,
 from gkd.config.overrides import shell_override
 from gkd.config.own_code import keep_sources
 from gkd.config.validating import require_figures
-from gkd.data.layouts import stated_day
+from gkd.data.layouts import get_stated_day
 from gkd.driver.checkpoints.attempts import restarts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.resume import DAY, cut, differences, forget_best_after, require_same_data
@@ -46,7 +46,7 @@ from gkd.observability.samples import SampleLog
 from gkd.observability.timeline import Timeline
 from gkd.observability.tracking import MetricsLog, OnStep, Trackers
 from gkd.planning.advice.advise import plan_sizes, require_memory, requires_offload, settings_with_offload
-from gkd.planning.advice.splits import faster_split
+from gkd.planning.advice.splits import find_faster_split
 from gkd.planning.layout import models_of
 from gkd.scoring.client import ScoringClient
 from gkd.version import __version__
@@ -118,7 +118,7 @@ def _drive(
         teachers = parts.validation.teachers
         parts.rollout.queue_file = QueueFile(output / ENGINES)
         external = config.algorithm.needs_teacher and config.teacher.server_ip is not None
-        fingerprints = {**inputs.fingerprints(config), DAY: stated_day().isoformat()}
+        fingerprints = {**inputs.fingerprints(config), DAY: get_stated_day().isoformat()}
         if external:
             fingerprints |= _fingerprint_served(teachers["teacher"], saved)
         require_place(directory)  # models took minutes to load
@@ -179,7 +179,7 @@ def _print_pace(config: Config, output: Path, log: RunLog, requested: Config, on
     ``requested``: the configuration as it was requested.
     """
     if pace := log.timeline.summary():
-        split = faster_split(config, output, requested) if on_gpus else CPU_SPLIT
+        split = find_faster_split(config, output, requested) if on_gpus else CPU_SPLIT
         log.progress.print_line("; ".join(filter(None, (pace, split))))
 
 
@@ -264,7 +264,7 @@ def _validate_before(config: Config, parts: Parts, log: RunLog) -> RunState:
     """Validate the student as it comes."""
     log.progress.show_status("validating")
     before, teacher = keep_finite(parts.validation.run()), keep_finite(parts.validation.teacher())
-    before |= keep_finite(parts.val_sets.run(parts.val_sets.due_sets(0)))
+    before |= keep_finite(parts.val_sets.run(parts.val_sets.select_due_sets(0)))
     require_figures(config.trainer, before)
     log.stop.update(0, before)
     log.metrics.write({"step": 0, "epoch": parts.prompts.epoch, **before})

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gkd.config.output_files import whole_lines
+from gkd.config.output_files import read_whole_lines
 from gkd.durable import compute_checksum, hold
 from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
@@ -66,7 +66,7 @@ class AnswerLog:
             raise ConfigError(f"evaluate.output_dir: another evaluation is writing {path} now")
         key, answer = AnswerKey.__dataclass_fields__, RecordedAnswer.__dataclass_fields__
         try:
-            rows = whole_lines(path, **dict.fromkeys((*key, *answer), object))
+            rows = read_whole_lines(path, **dict.fromkeys((*key, *answer), object))
         except ConfigError as error:
             raise ConfigError(f"{error}: it is no answer of gkd evaluate, so move the file away") from None
         self.answers = {

@@ -53,7 +53,7 @@ def with_engines(config: Config, gpus_of_nodes: Sequence[int], model: tuple[str,
         case _:
             tp = rollout.tensor_parallel_size
             if on_gpus and tp == 1:
-                tp = smallest_width(config, model, n)
+                tp = find_smallest_width(config, model, n)
     if tp > n:
         raise ConfigError(f"rollout.tensor_parallel_size={tp}: a node has {n} GPUs for an evaluation")
     return _with_pool(config, n - n % tp, nnodes, tp)
@@ -83,7 +83,7 @@ def _widths(rollout: Rollout, n: int) -> list[int]:
     return list(range(1, n + 1)) if rollout.engine_class.tensor_parallel else [1]
 
 
-def smallest_width(config: Config, model: tuple[str, str], n: int) -> int:
+def find_smallest_width(config: Config, model: tuple[str, str], n: int) -> int:
     """Return the fewest GPUs that an engine with the model fits on, by the plan. Raises ConfigError for none."""
     shape = read_shape(model[1], f"models.{model[0]}")
     tried = [

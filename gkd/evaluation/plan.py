@@ -75,7 +75,7 @@ class Measurement:
             self.identity,
         )
 
-    def missing_jobs(self, log: AnswerLog, seed: int) -> list[AnswerJob]:
+    def find_missing_jobs(self, log: AnswerLog, seed: int) -> list[AnswerJob]:
         """Return the jobs whose answers are not in the log."""
         return [job for job in self.jobs if self.key(job, seed) not in log.answers]
 

@@ -78,7 +78,7 @@ def _generate_missing(
     The others are of weights that are not there any more, which are warned of.
     """
     seed = config.trainer.seed
-    missing = {m: jobs for m in range(len(measurements)) if (jobs := measurements[m].missing_jobs(log, seed))}
+    missing = {m: jobs for m in range(len(measurements)) if (jobs := measurements[m].find_missing_jobs(log, seed))}
     n_jobs = sum(len(own.jobs) for own in measurements)
     n_missing = sum(map(len, missing.values()))
     if n_missing < n_jobs:
@@ -183,7 +183,7 @@ class _Lines:
 
 def _ask(config: Config, source: ReplySource, measurement: Measurement, log: AnswerLog, out: Console) -> None:
     seed = config.trainer.seed
-    jobs = measurement.missing_jobs(log, seed)
+    jobs = measurement.find_missing_jobs(log, seed)
     name = measurement.model.name + (f" {measurement.label}" if measurement.label != DEFAULT_STRATEGY else "")
     lines = _Lines(out, f"{name} on {measurement.questions.name}", len(jobs))
 

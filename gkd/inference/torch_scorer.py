@@ -170,7 +170,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             return _Pass()
         import torch
 
-        with torch.inference_mode(), self._compiling():
+        with torch.inference_mode(), self._control_compiling():
             scored = self._score(chosen)
             if self.device != "cuda":
                 return _Pass(scored)
@@ -179,7 +179,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             return _Pass(scored, done)
 
     @contextmanager
-    def _compiling(self, allowed: bool = True) -> Iterator[None]:
+    def _control_compiling(self, allowed: bool = True) -> Iterator[None]:
         """Have torch compile what it meets here for the first time, or compute it all as it is; without, nothing."""
         if self._sums is None:
             yield
@@ -264,7 +264,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         end = self._stop_ids[0] if self._stop_ids else 0
         ids, mask = pad([request.prompt_ids for _, request in chosen], end, "left")
         # Decoding has another shape at every token.
-        with torch.inference_mode(), use_padded_rows(self.model), self._compiling(allowed=False):
+        with torch.inference_mode(), use_padded_rows(self.model), self._control_compiling(allowed=False):
             sequences = self.model.generate(
                 ids.to(self.device),
                 attention_mask=mask.to(self.device),

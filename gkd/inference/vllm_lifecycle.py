@@ -95,9 +95,9 @@ def start_llm(arguments: dict[str, Any], device: Device) -> LLM:
 @contextmanager
 def _reasons_of_processes() -> Iterator[None]:
     """Raise what :func:`start_llm` does where a process that vLLM starts meanwhile ends; vLLM leaves out why."""
-    from gkd.weights.vllm_plugin import noting_errors
+    from gkd.weights.vllm_plugin import note_errors
 
-    with noting_errors(find_session_directory()) as first_error:
+    with note_errors(find_session_directory()) as first_error:
         try:
             yield
         except Exception as error:
@@ -152,7 +152,7 @@ class VLLMEngine(InferenceEngine[RequestT, AnswerT]):
 
     def cache_bytes(self) -> int | None:
         """Return the size of the cache on each GPU, as vLLM measured what was left for it; None where it did not."""
-        sizes = [size for size in self.llm_engine.collective_rpc(_measured_cache) if size is not None]
+        sizes = [size for size in self.llm_engine.collective_rpc(_read_measured_cache) if size is not None]
         return min(sizes, default=None)
 
     def call_processes(self, function: Callable[[], ProcessResult]) -> list[ProcessResult]:
@@ -186,7 +186,7 @@ class VLLMEngine(InferenceEngine[RequestT, AnswerT]):
         self.llm_engine.engine_core.shutdown()
 
 
-def _measured_cache(worker: Any) -> int | None:
+def _read_measured_cache(worker: Any) -> int | None:
     size = getattr(worker, "available_kv_cache_memory_bytes", None)
     return None if size is None else int(size)
 

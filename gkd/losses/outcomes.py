@@ -7,8 +7,8 @@ S, w that with respect to log q_others, U = sum_v u_v + w, and r the softmax ove
 
 so one multiplication of [n, V] is the backward pass, and nothing is divided by what may be 0.
 
-On a GPU that takes memory's time, not arithmetic's. :func:`fused` has both passes as a kernel each, which read the
-logits and write nothing as large but the gradient, in the logits' own type.
+On a GPU that takes memory's time, not arithmetic's. :func:`use_kernels` has both passes as a kernel each, which read
+the logits and write nothing as large but the gradient, in the logits' own type.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _kernels: ContextVar[Kernels | None] = ContextVar("_kernels", default=None)
 
 
 @contextmanager
-def fused(kernels: Kernels) -> Iterator[None]:
+def use_kernels(kernels: Kernels) -> Iterator[None]:
     """Have :func:`outcomes` compute by ``kernels`` meanwhile, and the backward pass of what they gave."""
     before = _kernels.set(kernels)
     try:

@@ -110,7 +110,7 @@ class Timeline:
         events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in done[-1][1]]
         busy: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, float] = defaultdict(float)
-        pace = _slowest_scorer(spans, stages) or self._elsewhere
+        pace = _find_slowest_scorer(spans, stages) or self._elsewhere
         drivers = [span for span in spans.pop(DRIVER) if span.name in DRIVERS_WORK]
         alone = _find_alone(drivers, chain(*spans.values()), stages)
         for lane, its in spans.items():
@@ -250,7 +250,7 @@ def _find_alone(
     ]
 
 
-def _slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepStages) -> str:
+def _find_slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepStages) -> str:
     """Return the group whose workers were busy last before the batch was scored; empty without any."""
     last = {
         lane.rpartition(" ")[0]: max((s.end for s in its if s.start <= stages.scored), default=0.0)

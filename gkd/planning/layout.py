@@ -13,7 +13,7 @@ from typing import Any
 
 from gkd.cluster import host
 from gkd.cluster.gpu import read_first_usable
-from gkd.cluster.layout.nodes import group_requests, idle_nodes, solve
+from gkd.cluster.layout.nodes import group_requests, make_idle_nodes, solve
 from gkd.cluster.workers.environment import threads_for
 from gkd.config import Config, Engine, Plan, RewardModel, Rollout, Scorer, suggest
 from gkd.config.device import GB, GIB, Device
@@ -268,7 +268,7 @@ def has_room(config: Config, nodes: Sequence[int]) -> bool:
     requests = group_requests(config)
     most = sum(request.nnodes for request in requests)  # of nodes of one size more are of no use
     enough = [size for size, count in Counter(nodes).items() for _ in range(min(count, most))]
-    return solve(requests, idle_nodes(enough), 0.0) is not None
+    return solve(requests, make_idle_nodes(enough), 0.0) is not None
 
 
 def models_of(config: Config) -> Models:
@@ -307,7 +307,7 @@ def require_lengths(config: Config, models: Models) -> None:
             )
 
 
-def _largest(teachers: Mapping[str, ModelShape]) -> ModelShape:
+def _find_largest(teachers: Mapping[str, ModelShape]) -> ModelShape:
     """Return the shape of the largest teacher, with the positions of the shortest, which end texts for all."""
     name, shape = max(teachers.items(), key=lambda item: item[1].n_parameters)
     note = (
@@ -321,7 +321,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
     """Return the shape of the teacher, of several the largest; None without one, or outside the cluster."""
     model, models = config.teacher.model, config.teacher.models
     if models:
-        return _largest({name: read_shape(path, f"teacher.models.{name}") for name, path in models.items()})
+        return _find_largest({name: read_shape(path, f"teacher.models.{name}") for name, path in models.items()})
     is_named = model.path is not None or model.size is not None
     return _shape(model.path, model.size, "teacher.model") if config.algorithm.needs_teacher and is_named else None
 

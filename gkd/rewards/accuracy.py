@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from gkd.rewards.answers import (
     Numeral,
+    find_only_number,
     find_stated,
     last_formula,
     last_line,
     last_number,
-    only_number,
     readings,
     with_opened_reasoning,
 )
@@ -126,7 +126,7 @@ def _guess_answers(response: str, expected: str) -> list[str]:
 def _find_number(stated: str, expected: str) -> list[str]:
     """Return the number in an answer such as "she sold 72 clips", which holds no other."""
     number = number_of(normalize_text(expected))
-    return [] if number is None else _with_unit(only_number(stated), number)
+    return [] if number is None else _with_unit(find_only_number(stated), number)
 
 
 def _with_unit(numeral: Numeral | None, number: Quantity) -> list[str]:

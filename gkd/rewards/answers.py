@@ -249,7 +249,7 @@ def last_number(text: str) -> Numeral | None:
     return Numeral(text[start:end], text[end:])
 
 
-def only_number(text: str) -> Numeral | None:
+def find_only_number(text: str) -> Numeral | None:
     """Return :func:`last_number` of prose that holds one number."""
     if "\\" in text or not _PROSE.search(text) or len(_FINAL_NUMBER.findall(text)) != 1:
         return None

@@ -87,9 +87,9 @@ class ChatModel:
                 if attempt == n or not _may_pass(error):
                     break
                 left = max(0.0, start + attempt * limit_s - clock())  # so that the next attempt has all of its own time
-                pause = _requested_pause(error)
+                pause = _read_requested_pause(error)
                 if pause is None:
-                    pause = min(_usual_pause(attempt, self._has_answered), left)
+                    pause = min(_choose_pause(attempt, self._has_answered), left)
                 elif pause > left:
                     setting = f"{self._section}.timeout_s={limit_s:g}"
                     failures[-1] += f"; it asks to wait {pause:.0f} s, and {setting} leaves {left:.0f} s"
@@ -103,7 +103,7 @@ class ChatModel:
 
         while True:
             left_out = self._refused - OTHER_NAMES.keys()
-            body = {self._sent_name(key): value for key, value in request.items() if key not in left_out}
+            body = {self._choose_sent_name(key): value for key, value in request.items() if key not in left_out}
             try:
                 answer = await self._client.chat.completions.with_raw_response.create(**body)
                 return str(answer.http_response.text)
@@ -113,7 +113,7 @@ class ChatModel:
                     raise
                 self._refused.add(name)
 
-    def _sent_name(self, parameter: str) -> str:
+    def _choose_sent_name(self, parameter: str) -> str:
         return OTHER_NAMES.get(parameter, parameter) if parameter in self._refused else parameter
 
     def _describe_failure(self, error: Exception) -> str:
@@ -183,7 +183,7 @@ def _may_pass(error: Exception) -> bool:
     return status is None or status in MAY_PASS or status >= 500
 
 
-def _usual_pause(attempt: int, has_answered: bool) -> float:
+def _choose_pause(attempt: int, has_answered: bool) -> float:
     """Return the seconds to wait after an attempt, the first of which is 1, where the time left allows them.
 
     An endpoint that has answered before may be starting again, which takes a minute or two; one that never has is
@@ -193,7 +193,7 @@ def _usual_pause(attempt: int, has_answered: bool) -> float:
     return min(FIRST_PAUSE_S * growth ** min(attempt - 1, 10), LONGEST_PAUSE_S)
 
 
-def _requested_pause(error: Exception) -> float | None:
+def _read_requested_pause(error: Exception) -> float | None:
     """Return the seconds that an answer asks to wait before the next attempt (RFC 9110, Retry-After), None without."""
     value = getattr(getattr(error, "response", None), "headers", {}).get("retry-after", "")
     seconds = math.nan

@@ -46,7 +46,7 @@ class MathComparer:
         """Return whether two expressions, in LaTeX or plain, are equal. False when in doubt."""
         question = json.dumps([response[-MAX_LENGTH:], answer[-MAX_LENGTH:]])
         with self._lock:
-            child = self._running_child()
+            child = self._ensure_child()
             assert child.stdin is not None and child.stdout is not None
             timer = threading.Timer(SECONDS_OF_WAITING, child.kill)
             timer.start()
@@ -68,7 +68,7 @@ class MathComparer:
         with self._lock:
             self._end_child()
 
-    def _running_child(self) -> subprocess.Popen[str]:
+    def _ensure_child(self) -> subprocess.Popen[str]:
         if self._child is not None and self._child.poll() is not None:  # ended while it had nothing to do
             self._end_child()
         if self._child is None:

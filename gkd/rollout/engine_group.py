@@ -133,7 +133,7 @@ class EngineGroup(WatchedGroup):
         for engine, text in texts.items():
             self._serve(engine)
             log.info("%s; it gets the weights", text, extra={"kind": "restart"})
-            self._expect_scorers(self.scorers.absent_replicas(), [engine])
+            self._expect_scorers(self.scorers.list_absent_replicas(), [engine])
         return texts
 
     def _expect_scorers(self, expected: Iterable[ExpectedReplica], engines: Sequence[int]) -> None:

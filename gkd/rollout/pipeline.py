@@ -85,7 +85,7 @@ class ScoringPipeline:
         self._score_by_models(pending)
         if sample.request.scoring.rewards:
             self._score_by_rewards(pending)
-        if (group := self._whole_group(pending)) is None:
+        if (group := self._join_group(pending)) is None:
             return
         futures: list[Future[Any]] = [future for own in group for future in own.models.values()]
         futures += [future for own in group for future in own.rewards.values()]
@@ -115,7 +115,7 @@ class ScoringPipeline:
         if self._rewards is not None:
             self._rewards.close()
 
-    def _whole_group(self, pending: _Pending) -> list[_Pending] | None:
+    def _join_group(self, pending: _Pending) -> list[_Pending] | None:
         """Return the samples that go on together now that ``pending`` is there, by index; None while some are missing.
 
         What rates them together begins with it.

@@ -52,7 +52,7 @@ class ScorerReplicas(WatchedGroup):
         """Have a replica answer."""
         self.calls[self.group.select([member]).submit("serve", activity="serving").refs[0]] = member
 
-    def expected(self, member: int, within_s: float) -> ExpectedReplica:
+    def expect_replica(self, member: int, within_s: float) -> ExpectedReplica:
         """Return what clients are informed of a replica that may be away for ``within_s``."""
         suspect = self.fleet.health(member) is Health.SUSPECT
         return ExpectedReplica(self.fleet.name, self.names[member], within_s, self.addresses[member], suspect)
@@ -101,7 +101,7 @@ class ScorerWatch:
         model, others = replicas.fleet.name, len(replicas.fleet.present)
         goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"
         log.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
-        self._expected.append(replicas.expected(member, replicas.start_timeout_s))
+        self._expected.append(replicas.expect_replica(member, replicas.start_timeout_s))
 
     def poll(self) -> list[ExpectedReplica]:
         """Take back replicas that were started again, and end those that hang; to be called every second or so.
@@ -120,7 +120,7 @@ class ScorerWatch:
             replicas.serve(member)
             replicas.fleet.change(member, HealthEvent.READY)
             if replicas.addresses[member] != replicas.names[member]:
-                self._expected.append(replicas.expected(member, replicas.request_timeout_s))
+                self._expected.append(replicas.expect_replica(member, replicas.request_timeout_s))
             log.info(text, extra={"kind": "restart"})
 
     def _end_hanging(self, replicas: ScorerReplicas) -> None:
@@ -129,14 +129,15 @@ class ScorerWatch:
         hanging = replicas.find_hanging(fleet.working)
         suspect = fleet.members(Health.SUSPECT)
         for member in before.symmetric_difference(suspect):
-            self._expected.append(replicas.expected(member, replicas.request_timeout_s if member in suspect else 0.0))
+            within_s = replicas.request_timeout_s if member in suspect else 0.0
+            self._expected.append(replicas.expect_replica(member, within_s))
         for member, failure in hanging.items():
             self._lose(replicas, member, failure)
 
-    def absent_replicas(self) -> list[ExpectedReplica]:
+    def list_absent_replicas(self) -> list[ExpectedReplica]:
         """Return the replicas that are being started now, have moved, or are suspect; for clients that begin."""
         return [
-            replicas.expected(member, replicas.start_timeout_s)
+            replicas.expect_replica(member, replicas.start_timeout_s)
             for replicas in self._models
             for member, name in enumerate(replicas.names)
             if replicas.fleet.health(member) is not Health.HEALTHY or name != replicas.addresses[member]

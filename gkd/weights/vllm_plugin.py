@@ -95,7 +95,7 @@ def require_installed() -> None:
 
 
 @contextlib.contextmanager
-def noting_errors(directory: str | None) -> Iterator[Callable[[], str | None]]:
+def note_errors(directory: str | None) -> Iterator[Callable[[], str | None]]:
     """Have processes of vLLM's that start meanwhile note their errors; yields what returns the first one, or None.
 
     vLLM itself states that one of them did not start, and leaves the reason to its log. The notes are in ``directory``,

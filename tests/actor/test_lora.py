@@ -87,7 +87,7 @@ def test_layers_are_found_where_the_head_is_called_the_decoder(tmp_path: Path) -
     student = trained(tmp_path)
     adapted = {name.partition(".lora_")[0] for name, _ in student.adapter_tensors()}
     assert {name.rpartition(".")[2] for name in adapted} == {"q_proj", "k_proj", "v_proj", "Wi", "Wo"}
-    plain.load_state_dict(dict(student.full_tensors(torch.float32)), strict=False)
+    plain.load_state_dict(dict(student.gather_full_tensors(torch.float32)), strict=False)
     torch.testing.assert_close(logits(plain), logits(student), rtol=1e-4, atol=1e-5)
 
 
@@ -105,7 +105,7 @@ def test_what_leaves_the_actor_is_the_model_with_its_adapter(family: str, tmp_pa
     base(family).save_pretrained(tmp_path)
     student, plain = trained(tmp_path), base(family)
     expected = plain.state_dict()
-    tensors = dict(student.full_tensors(torch.float32))
+    tensors = dict(student.gather_full_tensors(torch.float32))
     assert tensors.keys() <= expected.keys()
     assert {k for k in expected if k not in tensors} <= {"lm_head.weight"}  # tied
     plain.load_state_dict(tensors, strict=False)
@@ -124,7 +124,7 @@ def test_four_bit_weights_leave_the_actor_as_what_they_stand_for(tmp_path: Path)
     packed = find_quantized_layers(student)
     assert len(packed) == 14  # adapted or not, all but the head
     assert all(layer.weight.dtype == torch.uint8 for layer in packed.values())
-    tensors = dict(student.full_tensors(torch.float32))
+    tensors = dict(student.gather_full_tensors(torch.float32))
     expected = {name: value.clone() for name, value in plain.state_dict().items()}
     assert {k: v.shape for k, v in tensors.items()} == {k: v.shape for k, v in expected.items() if k in tensors}
     assert expected.keys() - tensors.keys() <= {"lm_head.weight"}
@@ -182,7 +182,7 @@ def test_a_model_without_layers_for_adapters_is_named(tmp_path: Path) -> None:
 def test_a_head_is_adapted_where_its_weight_is_its_own(tmp_path: Path) -> None:
     base("llama").save_pretrained(tmp_path / "own")
     student, plain = trained(tmp_path / "own", target_modules=["q_proj", "lm_head"]), base("llama")
-    plain.load_state_dict(dict(student.full_tensors(torch.float32)))
+    plain.load_state_dict(dict(student.gather_full_tensors(torch.float32)))
     torch.testing.assert_close(logits(plain), logits(student), rtol=1e-4, atol=1e-5)
     base("qwen2 tied").save_pretrained(tmp_path / "tied")
     for check in (require_adaptable, lambda path, lora: load(path, lora=lora)):

@@ -11,7 +11,7 @@ import torch
 
 from gkd.actor import training
 from gkd.actor.loading import load
-from gkd.actor.mismatch import SHARE, compute_means, split_by_age, stale_tokens
+from gkd.actor.mismatch import SHARE, compute_means, mark_stale_tokens, split_by_age
 from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
@@ -40,7 +40,7 @@ def across(*spans: tuple[int, int]) -> TrainingSample:
     ],
 )
 def test_means_are_over_tokens_of_one_age(samples: list[TrainingSample], stale: list[bool]) -> None:
-    mask = stale_tokens(samples, version=4)
+    mask = mark_stale_tokens(samples, version=4)
     assert mask.tolist() == stale
     ratio = torch.arange(1.0, len(stale) + 1)
     kl = ratio - 1 - ratio.log()
@@ -68,7 +68,7 @@ def test_what_no_token_is_of_is_left_out_of_several_micro_batches(version: int, 
     """In float32 their shares, 1/12 + 10/12 + 1/12, are less than 1 together."""
     added, largest = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for n in (1, 10, 1):
-        stale, ratio = stale_tokens([across((n, version))], version=4), torch.full((n,), 1.5)
+        stale, ratio = mark_stale_tokens([across((n, version))], version=4), torch.full((n,), 1.5)
         sums, most = split_by_age({"mismatch/kl": ratio, "mismatch/is_ratio_mean": ratio}, {}, stale)
         added = {name: added.get(name, torch.zeros(())) + values.sum() / 12 for name, values in sums.items()}
         largest = {name: max(largest.get(name, value), value) for name, value in most.items()}
@@ -91,7 +91,9 @@ def test_the_share_of_stale_tokens_is_of_those_that_were_sampled() -> None:
 
 def test_an_empty_micro_batch_has_no_tokens_of_any_age() -> None:
     none = torch.zeros(0)
-    sums, largest = split_by_age({"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, stale_tokens([], version=4))
+    sums, largest = split_by_age(
+        {"mismatch/kl": none, "mismatch/is_ratio_mean": none}, {}, mark_stale_tokens([], version=4)
+    )
     assert all(len(values) == 0 for values in sums.values())
     assert all(float(value) == 0 for value in largest.values())
 

@@ -221,7 +221,7 @@ def test_slices_wait_for_their_place_on_the_device(seed: int, monkeypatch: pytes
         for moment in moments:
             here = transit.bring([moment, moment[:0]])
             LazyStream.current.do(partial(here[0].add_, 1))
-            transit.take_back([moment, moment[:0]], here)
+            transit.write_back([moment, moment[:0]], here)
         transit.finish()
     assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
 

@@ -69,7 +69,7 @@ def students_logprobs(path: Path, mesh: DeviceMesh, sharded: bool) -> Tensor:
     else:
         student = load_sharded(str(path), mesh, torch.device("cpu"), torch.bfloat16)
     micro = collate(samples(), None, [1.0] * 5, [0.0] * 5)
-    with student.computing():
+    with student.use_compute_type():
         return student(micro, lambda hidden, head: head(hidden).log_softmax(-1)).float()
 
 

@@ -80,10 +80,10 @@ def test_shards_are_cast_before_they_are_gathered(
             return plain(self)
 
     monkeypatch.setattr(DTensor, "full_tensor", full_tensor)
-    own = dict(student.full_tensors(torch.bfloat16))
+    own = dict(student.gather_full_tensors(torch.bfloat16))
     assert not gathered
     monkeypatch.setattr(DeviceMesh, "size", lambda *_: 2)
-    sent = dict(student.full_tensors(torch.bfloat16))
+    sent = dict(student.gather_full_tensors(torch.bfloat16))
     assert all(torch.equal(value, own[name]) for name, value in sent.items())
     assert len(gathered) == len(sent) > 20
     assert set(gathered) == {(torch.bfloat16, mesh.device_type)}
@@ -112,7 +112,7 @@ def test_what_is_under_an_adapter_is_as_the_engines_have_it_on_a_gpu(
     gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
     assert all(".lora_" in name and value.dtype == torch.float32 for name, value in gradients.items())
     assert sum(float(value.norm()) for value in gradients.values()) > 0
-    sent = dict(student.full_tensors(torch.bfloat16))
+    sent = dict(student.gather_full_tensors(torch.bfloat16))
     base, weights = models.make("qwen2 tied").state_dict(), dict(student.lm.named_parameters())
     name = "model.layers.1.mlp.up_proj"
     up, down = (weights[f"{name}.lora_{kind}.default.weight"].to_local() for kind in "BA")
@@ -184,7 +184,7 @@ def test_a_rank_alone_trains_to_the_last_bit_as_if_it_were_sharded(
         else:
             student = load_sharded(str(path), mesh, device, dtype, checkpointing, lora)
         before = [p.detach().clone() for p in student.parameters()]
-        with student.computing():
+        with student.use_compute_type():
             for micro in micros:
                 loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
                 loss.backward()
@@ -209,6 +209,6 @@ def test_shards_compute_in_float32_what_the_model_does(mesh: DeviceMesh, family:
             shard(student, mesh, torch.bfloat16)
         else:
             student = load_sharded(str(tmp_path), mesh, torch.device("cpu"), torch.bfloat16)
-        with student.computing(), torch.no_grad():
+        with student.use_compute_type(), torch.no_grad():
             logits.append(student(micro, lambda hidden, head: head(hidden)))
     assert torch.equal(*logits)

@@ -61,7 +61,7 @@ def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Waits]]:
     monkeypatch.setattr(training, "collate", on_the_host(training.collate))
     monkeypatch.setattr(training, "check_targets", on_the_host(training.check_targets))
-    monkeypatch.setattr(training, "stale_tokens", on_the_host(training.stale_tokens))
+    monkeypatch.setattr(training, "mark_stale_tokens", on_the_host(training.mark_stale_tokens))
     # The padding inside of attention is for CPUs; without it nothing that a GPU computes is different.
     plain = attention.packed_attention
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gkd.config import Loss
 from gkd.losses.chunked import Values, differentiate_in_chunks
-from gkd.losses.outcomes import Kernels, fused
+from gkd.losses.outcomes import Kernels, use_kernels
 from gkd.losses.position import position_losses
 from gkd.losses.targets import PositionTargets
 
@@ -183,7 +183,7 @@ def _one_pass(
 def _compiled(
     hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int, roomy: bool
 ) -> None:
-    with fused(_kernels()):
+    with use_kernels(_kernels()):
         _one_pass(hidden, head, targets, loss, chunk, roomy)
 
 

@@ -249,7 +249,7 @@ def run(
         rollout=rollout, answers=None, actor=actor, model=ModelInfo(50, None, [], 50), n_gpus=2, device="cpu",
         report=lambda: worker_reports.read([actor_group, rollout_group]),
         validation=Validation(config, inputs, rollout, actor, teacher),
-        val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, due_sets=lambda *_: [], sets=[]),
+        val_sets=SimpleNamespace(request=lambda *_: [], measure=lambda *_: {}, select_due_sets=lambda *_: [], sets=[]),
         sync=Sync(actor, rollout, config),
     )  # fmt: skip
     quiet: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)

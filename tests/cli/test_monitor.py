@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
-from gkd.cli.monitor import advice, main, progress_line, resident_gb
+from gkd.cli.monitor import advice, main, progress_line, read_resident_gb
 from gkd.cluster.gpu import Gpu
 from gkd.cluster.health.queues import EngineQueue, QueueFile, Queues
 from gkd.errors import ConfigError
@@ -73,8 +73,8 @@ def test_groups_and_their_processes(run: RunFiles, capsys: pytest.CaptureFixture
         line.split()[1:4] for line in capsys.readouterr().out.splitlines() if line[:5] in ("actor", "rollo")
     )
     assert actor == ["0", "of", "1"] and rollout == ["1", "of", "1"]
-    assert resident_gb(os.getpid()) > 0.01
-    assert resident_gb(2**22 + 1) is None
+    assert read_resident_gb(os.getpid()) > 0.01
+    assert read_resident_gb(2**22 + 1) is None
 
 
 @pytest.mark.parametrize(

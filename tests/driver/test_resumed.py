@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gkd.config import load
-from gkd.config.output_files import whole_lines
+from gkd.config.output_files import read_whole_lines
 from gkd.data.prompts import fingerprint
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
 from gkd.driver.checkpoints.resume import cut, differences, find, forget_best_after, require_same_data
@@ -38,7 +38,7 @@ def test_lines_of_steps_that_are_done_again_are_cut(tmp_path: Path, caplog: pyte
     file.write_text(file.read_text(encoding="utf-8") + raw + "\nno JSON\n" + '{"step": 6, "lo', encoding="utf-8")
     cut(file, 3)
     assert "line 8 " in caplog.text
-    rows = whole_lines(file, step=int)
+    rows = read_whole_lines(file, step=int)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 2]
     assert rows[0]["text"] == text
     cut(tmp_path / "missing.jsonl", 3)

@@ -148,7 +148,7 @@ def test_importance_weights_are_on_where_engine_and_trainer_can_differ() -> None
 def test_a_run_ends_with_its_pace_and_a_split(
     pace: str, on_gpus: bool, line: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("gkd.driver.run.faster_split", lambda *of_run: "a split")
+    monkeypatch.setattr("gkd.driver.run.find_faster_split", lambda *of_run: "a split")
     printed: list[str] = []
     log: Any = SimpleNamespace(
         timeline=SimpleNamespace(summary=lambda: pace), progress=SimpleNamespace(print_line=printed.append)

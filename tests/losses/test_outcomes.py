@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gkd.losses import MIN_LOGPROB
-from gkd.losses.outcomes import Kernels, fused, outcomes, spread, sum_others
+from gkd.losses.outcomes import Kernels, outcomes, spread, sum_others, use_kernels
 
 INF = float("inf")
 N, V = 4, 9
@@ -15,7 +15,7 @@ N, V = 4, 9
 @pytest.fixture(autouse=True, params=["as it is", "fused"])
 def _way(request):
     """The kernels as they stand, which compilation does not change; compiled they are in tests/ray/actor."""
-    with fused(Kernels(sum_others, spread)) if request.param == "fused" else nullcontext():
+    with use_kernels(Kernels(sum_others, spread)) if request.param == "fused" else nullcontext():
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from gkd.cluster.session import shutdown
 from gkd.config import Config
-from gkd.config.output_files import whole_lines
+from gkd.config.output_files import read_whole_lines
 from gkd.errors import ConfigError, RunFailed, SignalExit
 from gkd.observability.events import Events, note
 from gkd.observability.metrics import JsonLines
@@ -130,17 +130,17 @@ def test_a_line_that_a_full_disk_tore_costs_that_line_alone(tmp_path: Path, torn
     whole = file.read_bytes()
     torn_bytes = torn.encode()
     file.write_bytes(whole + (torn_bytes[:-1] if torn_bytes[-1] > 127 else torn_bytes))
-    assert len(whole_lines(file, kind=str, text=str)) == 2  # a run that ended so is read
+    assert len(read_whole_lines(file, kind=str, text=str)) == 2  # a run that ended so is read
     with Events(file):
         note("resume", "second")
-    assert [row["text"] for row in whole_lines(file, kind=str, text=str)][:3:2] == ["first", "second"]
+    assert [row["text"] for row in read_whole_lines(file, kind=str, text=str)][:3:2] == ["first", "second"]
     file.write_bytes(whole + b"\xff\n")
     with pytest.raises(ConfigError, match=r"events.jsonl line 3"):
-        whole_lines(file)
+        read_whole_lines(file)
     file.write_text("no line break")
     with JsonLines(file) as lines:
         lines.write({"a": 1})
-    assert whole_lines(file) == [{"a": 1}]
+    assert read_whole_lines(file) == [{"a": 1}]
 
 
 def test_a_disk_that_was_full_for_a_while_costs_no_line(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def peak_of_update(student: Student, run: Config, scored: Sequence[ScoredSample]
     tensors = TensorBytes(resizing)
     with tensors:
         tensors.count([*student.parameters(), *student.buffers(), *moments])
-        with student.computing():
+        with student.use_compute_type():
             for part in pack(lengths, run.actor.micro_batch_tokens):
                 _accumulate([scored[i] for i in part], student, run, n)
         torch.nn.utils.clip_grad_norm_(student.parameters(), run.actor.grad_clip)

@@ -21,7 +21,7 @@ from gkd.errors import ConfigError
 from gkd.observability.metrics import JsonLines
 from gkd.planning.layout import find_gpu_type, models_of
 from gkd.planning.measured.factors import _spread
-from gkd.planning.measured.timeline import disturbed_steps
+from gkd.planning.measured.timeline import find_disturbed_steps
 from gkd.recipes.sort_digits.task import SortDigits, recipes
 from gkd.recipes.sort_digits.warmup import new_model
 from tests.error_text import contains_in_order
@@ -358,7 +358,7 @@ def test_a_damaged_file_of_a_run_is_one_line(
 def test_a_disturbance_whose_step_is_no_number_is_of_no_step(tmp_path: Path) -> None:
     events = [{"kind": "death", "step": step} for step in (3, "x", None, [])] + [{"kind": "death"}, {"step": 4}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert disturbed_steps(tmp_path) == {3}
+    assert find_disturbed_steps(tmp_path) == {3}
 
 
 @pytest.mark.parametrize(

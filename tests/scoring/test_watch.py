@@ -29,12 +29,12 @@ def test_clients_are_informed_who_is_suspect_and_who_no_more(
 ) -> None:
     silent = [0.0, 0.0]
     monkeypatch.setattr(Heartbeat, "find_hanging", lambda *_: [])
-    monkeypatch.setattr(Heartbeat, "silent_s", lambda _, member: silent[member])
-    assert watch.poll() == watch.absent_replicas() == []
+    monkeypatch.setattr(Heartbeat, "measure_silence_s", lambda _, member: silent[member])
+    assert watch.poll() == watch.list_absent_replicas() == []
     silent[1] = 6.0
     assert watch.poll() == [ExpectedReplica("teacher", "tcp://b:1", 10.0, "tcp://b:1", suspect=True)]
-    assert watch.absent_replicas() == [ExpectedReplica("teacher", "tcp://b:1", 60.0, "tcp://b:1", suspect=True)]
+    assert watch.list_absent_replicas() == [ExpectedReplica("teacher", "tcp://b:1", 60.0, "tcp://b:1", suspect=True)]
     assert watch.poll() == []  # once
     silent[1] = 0.0
     assert watch.poll() == [ExpectedReplica("teacher", "tcp://b:1", 0.0, "tcp://b:1")]
-    assert watch.poll() == watch.absent_replicas() == []
+    assert watch.poll() == watch.list_absent_replicas() == []

@@ -30,7 +30,7 @@ def test_engines_of_further_processes_need_the_project_among_the_plugins_that_vl
 
 
 def test_an_error_of_another_process_is_noted(tmp_path: Path) -> None:
-    with vllm_plugin.noting_errors(str(tmp_path)) as first_error:
+    with vllm_plugin.note_errors(str(tmp_path)) as first_error:
         assert Path(os.environ[vllm_plugin._NOTES]).is_relative_to(tmp_path)  # which goes when a worker is killed
         assert first_error() is None
         handler = vllm_plugin._Notes(os.environ[vllm_plugin._NOTES])

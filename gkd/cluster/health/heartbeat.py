@@ -52,7 +52,7 @@ class Heartbeat:
                 hanging.append(engine)
         return hanging
 
-    def silent_s(self, engine: int) -> float:
+    def measure_silence_s(self, engine: int) -> float:
         """Return for how long an engine has shown no progress, as of the last look at it."""
         return self._beats[engine].silent_s
 

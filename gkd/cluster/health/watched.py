@@ -66,7 +66,7 @@ class WatchedGroup:
     def find_hanging(self, busy: Sequence[int]) -> dict[int, WorkerHung]:
         """Return those of the ``busy`` members that do nothing; half of that time makes one suspect."""
         hanging = self.heartbeat.find_hanging(busy)
-        silent = {member for member in busy if self.heartbeat.silent_s(member) > self._timeout_s / 2}
+        silent = {member for member in busy if self.heartbeat.measure_silence_s(member) > self._timeout_s / 2}
         for member in silent.symmetric_difference(self.fleet.members(Health.SUSPECT)):
             self.fleet.change(member, HealthEvent.SILENT if member in silent else HealthEvent.ANSWERED)
         limit = f"{self._timeout_s:g} s ({self._setting})"

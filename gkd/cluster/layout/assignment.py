@@ -77,7 +77,7 @@ def faults(
     ``ranges`` gives the exact indices each group requested, one list for all of its nodes alike or one for each;
     ``shared`` the pairs of groups that may be on the same GPU.
     """
-    return [*_collisions(reports, shared), *_wrong_devices(reports), *_broken_ranges(reports, ranges)]
+    return [*_find_collisions(reports, shared), *_find_wrong_devices(reports), *_find_broken_ranges(reports, ranges)]
 
 
 def describe_use(reports: Sequence[Report]) -> list[str]:
@@ -90,7 +90,7 @@ def describe_use(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def _collisions(reports: Sequence[Report], shared: Collection[frozenset[str]]) -> list[str]:
+def _find_collisions(reports: Sequence[Report], shared: Collection[frozenset[str]]) -> list[str]:
     holders: dict[str, list[Report]] = {}
     for report in reports:
         for uuid in dict.fromkeys(report.gpu_uuids):
@@ -103,7 +103,7 @@ def _collisions(reports: Sequence[Report], shared: Collection[frozenset[str]]) -
     ]
 
 
-def _wrong_devices(reports: Sequence[Report]) -> list[str]:
+def _find_wrong_devices(reports: Sequence[Report]) -> list[str]:
     faulty: list[str] = []
     for report in reports:
         if report.cuda_visible_devices.split(",") != report.ray_gpu_ids:
@@ -117,7 +117,7 @@ def _wrong_devices(reports: Sequence[Report]) -> list[str]:
     return faulty
 
 
-def _broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequence[int]] | None]) -> list[str]:
+def _find_broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence[Sequence[int]] | None]) -> list[str]:
     faulty: list[str] = []
     for group, exact in ranges.items():
         if exact is None:

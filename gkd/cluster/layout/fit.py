@@ -34,7 +34,7 @@ def require_fit(
     idle = [node.as_idle() for node in nodes]
     if solve(requests, idle, cpus_per_worker) is not None:
         return
-    parts = [_misfit(requests, idle, cpus_per_worker), _nearest_text(requests, idle, cpus_per_worker)]
+    parts = [_explain_misfit(requests, idle, cpus_per_worker), _describe_nearest(requests, idle, cpus_per_worker)]
     raise ConfigError("; ".join([*parts, hint] if hint else parts))
 
 
@@ -62,7 +62,7 @@ def gpus_text(nodes: Sequence[Node]) -> str:
     return f"{'+'.join(map(str, counts))} on {len(counts)} nodes"
 
 
-def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
+def _explain_misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
     """Return what is needed and what there is."""
     for request in requests:
         for gpus in request.ranges:
@@ -78,12 +78,12 @@ def _misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float)
     return f"asked for {request_text(requests)}; this cluster has {gpus_text(idle)}"
 
 
-def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
+def _describe_nearest(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: float) -> str:
     if solve(requests, idle, 0.0) is not None:  # only the CPUs are short
         return f"nearest that fits: {_cpu_override(requests, idle)}"
-    closest = nearest_layout(requests, idle, cpus)
+    closest = find_nearest_layout(requests, idle, cpus)
     words = [] if closest is None else _overrides(requests, closest)
-    if closest is None and (closest := nearest_layout(requests, idle, 0.0)) is not None:
+    if closest is None and (closest := find_nearest_layout(requests, idle, 0.0)) is not None:
         words = [*_overrides(requests, closest), _cpu_override(closest, idle)]
     if closest is None:
         has_teacher = any(request.section == "teacher" for request in requests)
@@ -91,13 +91,13 @@ def _nearest_text(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus: 
         widths = [request.tensor_parallel_size for request in requests]
         wide = max([*widths, *(other.tensor_parallel_size for request in requests for other in request.colocated)])
         own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
-        sharing = _sharing_layout(requests, idle) if wide == 1 else ""
+        sharing = _suggest_sharing_layout(requests, idle) if wide == 1 else ""
         groups = f"{len(requests)} group{'s' * (len(requests) != 1)}"
         return f"no layout of {groups} fits: each needs {own}{external}{sharing}"
     return f"nearest that fits: {' '.join(words)}"
 
 
-def _sharing_layout(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
+def _suggest_sharing_layout(requests: Sequence[GroupRequest], idle: Sequence[Node]) -> str:
     """Return the layout in conf/placement whose groups share the GPUs of the largest node, where these are fewer.
 
     Ranges, which may be typed, would stay beside it, and no setting leaves them to a placement.
@@ -143,7 +143,7 @@ def _overrides(requests: Sequence[GroupRequest], closest: Sequence[GroupRequest]
     return words
 
 
-def nearest_layout(
+def find_nearest_layout(
     requests: Sequence[GroupRequest], nodes: Sequence[Node], cpus_per_worker: float
 ) -> list[GroupRequest] | None:
     """Return the layout that fits and gives up least: GPUs first, then exact ranges, then nodes; None without one.

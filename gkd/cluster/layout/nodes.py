@@ -143,7 +143,7 @@ class _NodeState:
         )
 
 
-def idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
+def make_idle_nodes(gpus_of_nodes: Sequence[int]) -> list[Node]:
     """Return nodes with so many GPUs each, of which nobody has any."""
     return [Node(str(i), str(i), tuple(range(n)), 0.0).as_idle() for i, n in enumerate(gpus_of_nodes)]
 

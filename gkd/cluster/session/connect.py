@@ -121,7 +121,7 @@ def _connect(config: Config) -> Iterator[Session]:
         if not connected_before:
             address = run_address(config.cluster)
             if address is not None:
-                if address == local.running_address():
+                if address == local.find_running_address():
                     log.info("joining the Ray cluster at %s (cluster.address=local for a private one)", address)
                 named = config.cluster.address is None and "RAY_ADDRESS" in os.environ
                 join(address, "RAY_ADDRESS" if named else "cluster.address")
@@ -130,7 +130,7 @@ def _connect(config: Config) -> Iterator[Session]:
                 session.directory = _new_directory()
                 session.claim = reaper.claim(session.directory)
                 watchdog = reaper.watch(session.directory)
-                _start_private(session.directory, *start, reconnect_s=_longest_end_s(config))
+                _start_private(session.directory, *start, reconnect_s=_sum_timeouts_s(config))
         grace_s = RESTART_GRACE_S if session.directory is None else 1.5
         time_left_s = finish_s(state.get_system_config(), config.trainer.save_timeout_s)
         session.control = ControlService(ray.get_runtime_context().gcs_address, grace_s, time_left_s)
@@ -144,7 +144,7 @@ def _connect(config: Config) -> Iterator[Session]:
         _close(session, connected_before, watchdog, keep_logs=False)
 
 
-def _longest_end_s(config: Config) -> int:
+def _sum_timeouts_s(config: Config) -> int:
     """Return time that a run without a control service may need to finish a step and to write a checkpoint."""
     return math.ceil(config.trainer.update_timeout_s + config.weights.timeout_s + config.trainer.save_timeout_s)
 
@@ -169,7 +169,7 @@ def cluster_address(setting: str | None) -> str | None:
     address = setting or os.environ.get("RAY_ADDRESS")
     if address and address != "auto":
         return None if address == "local" else address
-    return local.running_address() or address or None
+    return local.find_running_address() or address or None
 
 
 def join(address: str, setting: str = "cluster.address") -> None:

@@ -86,7 +86,7 @@ class LocalNode:
         Ray's agents write their title over their environment. They are found by their logs, as a run is that joined
         the cluster; but only they are of the session that the node began.
         """
-        marked = {pid for pid in reaper.other_processes() if _is_marked(pid, self.mark)}
+        marked = {pid for pid in reaper.list_other_processes() if _is_marked(pid, self.mark)}
         return sorted(marked.union(filter(self._is_of_session, reaper.processes_of(str(self.ray_directory)))))
 
     def _is_of_session(self, pid: int) -> bool:
@@ -162,7 +162,7 @@ def clear() -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def running_address() -> str | None:
+def find_running_address() -> str | None:
     """Return host:port of the cluster that a node of this machine belongs to; None when there is no node."""
     return next((node.address for node in nodes()), None)
 

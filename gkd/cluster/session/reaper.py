@@ -41,10 +41,10 @@ KEPT = "kept"  # a file in a directory whose logs a message has named
 def processes_of(directory: str) -> list[int]:
     """Return pids of the processes, other than this one, that hold a file below ``directory`` open for writing."""
     prefix = os.path.realpath(directory) + os.sep
-    return [pid for pid in other_processes() if _writes_below(pid, prefix)]
+    return [pid for pid in list_other_processes() if _writes_below(pid, prefix)]
 
 
-def other_processes() -> list[int]:
+def list_other_processes() -> list[int]:
     """Return pids of all processes but this one."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())]
 
@@ -70,7 +70,7 @@ def end_all(directory: str, grace_s: float = GRACE_S) -> list[int]:
 
 def end(find: Callable[[], list[int]], grace_s: float, mapped: frozenset[tuple[int, str]] = frozenset()) -> list[int]:
     """Do what :func:`end_all` does to the processes that ``find`` finds; ``mapped``: what earlier ones had mapped."""
-    names = mapped | shared_memory(find())
+    names = mapped | list_shared_memory(find())
     deadline = time.monotonic() + grace_s + GIVE_UP_S
     kill_at = time.monotonic() + grace_s
     while (left := find()) and time.monotonic() < deadline:
@@ -92,7 +92,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def shared_files() -> dict[int, str]:
+def list_shared_files() -> dict[int, str]:
     """Return the files of named semaphores and shared memory on this machine, by their numbers."""
     files: dict[int, str] = {}
     for path in Path("/dev/shm").glob("*"):
@@ -102,12 +102,12 @@ def shared_files() -> dict[int, str]:
     return files
 
 
-def shared_memory(pids: list[int]) -> frozenset[tuple[int, str]]:
+def list_shared_memory(pids: list[int]) -> frozenset[tuple[int, str]]:
     """Return number and name of the files of named semaphores and shared memory that processes have mapped.
 
     They belong to the system, and what would remove them at a process's end does not when that is killed.
     """
-    files = shared_files()
+    files = list_shared_files()
     mapped_files: set[int] = set()
     for pid in pids if files else []:
         try:
@@ -131,9 +131,9 @@ def record(directory: str, looked: dict[int, int]) -> None:
 
 
 def _new_memory(find: Callable[[], list[int]], looked: dict[int, int]) -> frozenset[tuple[int, str]]:
-    new = {number for number in shared_files() if looked.get(number, 0) < 2}
+    new = {number for number in list_shared_files() if looked.get(number, 0) < 2}
     looked.update((number, looked.get(number, 0) + 1) for number in new)
-    return frozenset(pair for pair in shared_memory(find()) if pair[0] in new) if new else frozenset()
+    return frozenset(pair for pair in list_shared_memory(find()) if pair[0] in new) if new else frozenset()
 
 
 def read_record(directory: str) -> frozenset[tuple[int, str]]:
@@ -150,7 +150,7 @@ def remove_shared_memory(names: frozenset[tuple[int, str]]) -> None:
     """Remove files of shared memory that no other process has any more, and that nobody has made anew since."""
     if not names:
         return
-    for number, name in names - shared_memory(other_processes()):
+    for number, name in names - list_shared_memory(list_other_processes()):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if Path(name).stat().st_ino == number:
                 Path(name).unlink()
@@ -254,7 +254,7 @@ def _outlive(pid: int) -> None:
     deadline = time.monotonic() + GIVE_UP_S
     while names and time.monotonic() < deadline:  # its children may end later
         remove_shared_memory(names)
-        names &= frozenset(shared_files().items())
+        names &= frozenset(list_shared_files().items())
         time.sleep(0.05)
 
 

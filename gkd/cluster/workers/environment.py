@@ -41,9 +41,9 @@ def environment(device: Device, models: Iterable[str], cpu_threads: int | None =
     :func:`compute_threads` of ``models`` and ``cpu_threads``. vLLM logs errors only, unless ``VLLM_LOGGING_LEVEL``
     already sets them.
     """
-    from gkd.config.own_code import kept_variables
+    from gkd.config.own_code import read_kept_variables
 
-    common = kept_variables() | {
+    common = read_kept_variables() | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; 38 s to start become 5
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",

@@ -181,7 +181,7 @@ def gather(
         if not ready and not deadline.is_over():
             _require_time(services)
             if announcement.is_over():
-                log.info(_waiting_text(calls, set(waiting), owner))
+                log.info(_describe_waiting(calls, set(waiting), owner))
                 announcement = Deadline(announce_s)
             continue
         if not ready:
@@ -305,10 +305,10 @@ def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDi
 
 
 def _timeout_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], over: Deadline) -> str:
-    return _waiting_text(calls, waiting, owner, f"{over}, ")
+    return _describe_waiting(calls, waiting, owner, f"{over}, ")
 
 
-def _waiting_text(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], over: str = "") -> str:
+def _describe_waiting(calls: Sequence[PendingCall], waiting: set[Any], owner: Mapping[Any, str], over: str = "") -> str:
     activity = "; ".join(dict.fromkeys(call.activity for call in calls if waiting & set(call.refs)))
     late = [owner[ref] for call in calls for ref in call.refs if ref in waiting]
     others = f" and {len(late) - 3} more" if len(late) > 3 else ""

@@ -104,7 +104,9 @@ def reserve(
                 unlucky = frozenset(slot.node_id for slot in slots if slot.gpus is not None)
                 failures.update({slot.node_id for slot in slots})
                 wait, pause = pause * random.uniform(0.5, 1.5), min(2 * pause, LONGEST_PAUSE_S)
-        state = f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {free_text(nodes)}{missing}"
+        state = (
+            f"asked for {request_text(requests, cluster.cpus_per_worker)}; free now: {describe_free(nodes)}{missing}"
+        )
         if time.monotonic() + wait > deadline:
             raise InsufficientResources(
                 f"no room after {cluster.reserve_timeout_s:g} s (cluster.reserve_timeout_s): {state}"
@@ -302,7 +304,7 @@ def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
     there, since they never change. Without it, nothing is read and a node's GPUs count from 0.
     """
     leaving = state.get_draining_nodes()
-    alive = [node for node in _living_nodes() if node["NodeID"] not in leaving]
+    alive = [node for node in _list_living_nodes() if node["NodeID"] not in leaving]
     if indices is not None:
         indices.update(_read_indices([node["NodeID"] for node in alive if node["NodeID"] not in indices]))
         alive = [node for node in alive if node["NodeID"] in indices]
@@ -327,11 +329,11 @@ def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:
     return nodes
 
 
-def _living_nodes() -> list[dict[str, Any]]:
+def _list_living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
 
 
-def free_text(nodes: Sequence[Node]) -> str:
+def describe_free(nodes: Sequence[Node]) -> str:
     """Return ``3 of 8 GPUs and 5 of 8 CPUs on 1 node``: what nobody holds now."""
 
     def total(numbers: Sequence[float]) -> str:
@@ -349,7 +351,7 @@ def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
         node["NodeID"]: read.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(int(node["Resources"]["GPU"]))
-        for node in _living_nodes()
+        for node in _list_living_nodes()
         if node["NodeID"] in node_ids
     }
     indices: dict[str, list[int]] = {}
@@ -357,6 +359,6 @@ def _read_indices(node_ids: Sequence[str]) -> dict[str, list[int]]:
         try:
             indices[node_id] = ray.get(ref, timeout=60)
         except Exception as error:
-            if any(node["NodeID"] == node_id for node in _living_nodes()):
+            if any(node["NodeID"] == node_id for node in _list_living_nodes()):
                 raise explain(error, f"asking node {node_id[:8]} for its GPUs") from error
     return indices

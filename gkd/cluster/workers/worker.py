@@ -60,7 +60,7 @@ def keep_trace() -> Iterator[None]:
 def end_family(pid: int, itself: bool = True) -> None:
     """Kill what process ``pid`` has started, and it, and remove what they share by name, which outlives a kill."""
     pids = [child.pid for child in psutil.Process(pid).children(recursive=True)] + [pid] * itself
-    reaper.end(lambda: list(filter(reaper.is_running, pids)), 0.0, reaper.shared_memory([pid]))
+    reaper.end(lambda: list(filter(reaper.is_running, pids)), 0.0, reaper.list_shared_memory([pid]))
 
 
 class Worker:

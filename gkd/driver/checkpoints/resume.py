@@ -73,7 +73,9 @@ def explain_finished(config: Config, output: Path) -> str | None:
     if stopped is not None:
         done, setting = f"it stopped early after step {steps} ({stopped})", "other values of trainer.stop_early"
     there = complete(output / "checkpoints")
-    further = f"{setting} would go on after step {step_of(there[-1])}, from {there[-1]}" if there else _no_more(output)
+    further = _explain_finished(output)
+    if there:
+        further = f"{setting} would go on after step {step_of(there[-1])}, from {there[-1]}"
     return f"the run in {output} is finished: {done} and the trained student is in {model}; {further}"
 
 
@@ -82,7 +84,7 @@ def has_trained(output: Path) -> bool:
     return steps_done(output) is not None or (output / "model").is_dir()
 
 
-def _no_more(output: Path) -> str:
+def _explain_finished(output: Path) -> str:
     """Describe what a finished run is that left nothing to go on from."""
     return f"it left no checkpoint, so more steps are a run of their own, with model.path={output / 'model'}"
 
@@ -100,7 +102,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         raise ConfigError(f"trainer.resume: every checkpoint in {directory} is damaged: {reasons}")
     if saved is None and has_trained(output):
         how = "is finished" if steps_done(output) is not None else f"has written its student, but no {SUMMARY}"
-        raise ConfigError(f"trainer.resume: the run in {output} {how}: {_no_more(output)}")
+        raise ConfigError(f"trainer.resume: the run in {output} {how}: {_explain_finished(output)}")
     if saved is None:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():

@@ -78,7 +78,7 @@ class RolloutEngines:
             config, spec = self._arguments(engine)
             spec = replace(spec, cache_bytes=cache_bytes)
             gather([worker.submit_build(WORKER, [(config, spec, None)], environment=self._environment)], limit)
-            absent = [expected.name for expected in scorers.absent_replicas()]
+            absent = [expected.name for expected in scorers.list_absent_replicas()]
             reached = {model: {**arguments, "absent": absent} for model, arguments in clients.items()}
             worker.control("pipeline.connect", reached, timeout_s=limit, activity="connecting to the models that score")
             return worker

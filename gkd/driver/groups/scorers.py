@@ -88,7 +88,7 @@ class Scorers:
             self._tokenizer(name),
             "127.0.0.1" if self.local else report.ip,
             self.key,
-            name in self.sleeping_groups(),
+            name in self.list_sleeping_groups(),
             () if _settings(self.config, name).rates else tuple(self.inputs.model.eos_ids),
         )
 
@@ -98,7 +98,8 @@ class Scorers:
         starts = {name: prepare_restarts(self.config, placement, its) for name, its in self.engines.items()}
         for model, group in self._engines_by_model().items():
             name, addresses = scorer_group(model), list(clients[model]["addresses"])
-            start, in_turn = partial(self._start_again, starts[name], model, addresses), name in self.sleeping_groups()
+            start = partial(self._start_again, starts[name], model, addresses)
+            in_turn = name in self.list_sleeping_groups()
             restart_policy = make_restart_policy(self.config, placement, self.engines[name], in_turn, start)
             limit = _settings(self.config, name).request_timeout_s
             models.append(ScorerReplicas(model, group, addresses, limit, restart_policy))
@@ -123,7 +124,7 @@ class Scorers:
             (addresses[member],) = worker.control("address", timeout_s=limit)
         return worker
 
-    def sleeping_groups(self) -> list[str]:
+    def list_sleeping_groups(self) -> list[str]:
         """Return groups that sleep while the actor works."""
         offload = self.config.cluster.offload is True
         return [name for name in self.groups if offload and name in self.config.groups_on_actor_gpus()]
@@ -138,7 +139,7 @@ class Scorers:
 
     def _call_sleeping(self, method: str, activity: str) -> None:
         limit = self.config.weights.timeout_s
-        for name in self.sleeping_groups():
+        for name in self.list_sleeping_groups():
             # One that died is missed where it is to score.
             self.groups[name].control(method, limit, timeout_s=limit + SLACK_S, activity=activity, keep_deaths=True)
 

@@ -61,7 +61,7 @@ class FilePreview:
 
     def keep_short(self, longest: int) -> list[Prompt]:
         """Return the prompts that neither student nor teacher sees as longer than ``longest`` tokens."""
-        return [prompt for prompt in self.prompts if len(longer_view(prompt)) <= longest]
+        return [prompt for prompt in self.prompts if len(choose_longer_view(prompt)) <= longest]
 
     def count_left_out(self, longest: int) -> dict[str, int]:
         """Count the prompts that are left out, by reason."""
@@ -90,7 +90,7 @@ class Preview:
     error: ConfigError | None
 
 
-def longer_view(prompt: Prompt) -> Any:
+def choose_longer_view(prompt: Prompt) -> Any:
     """Return the token ids of the student or of the teacher, whichever are more."""
     return max(prompt.token_ids, prompt.teacher_prompt_ids, key=len)
 
@@ -190,7 +190,7 @@ def show(sets: Preview, config: Config, out: Console, n_rows: int) -> None:
         out.print(f"=== data.{file.use}_files: {file.file}", style="bold")
         for prompt in file.prompts[:n_rows]:
             _show_prompt(prompt, prompt.id - file.first_id + 1, sets.longest, sets.has_teacher, readable, out)
-        _show_lengths([len(longer_view(prompt)) for prompt in file.prompts], file.too_long, sets.longest, out)
+        _show_lengths([len(choose_longer_view(prompt)) for prompt in file.prompts], file.too_long, sets.longest, out)
         _show_counts(file, sets.longest, config, out)
         if (weights := config.data.train_weights) is not None and file.use == "train":
             out.print(f"{weights[number] / sum(weights):.1%} of what is trained on (data.train_weights)")

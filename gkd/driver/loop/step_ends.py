@@ -56,7 +56,7 @@ class StepEnds:
 
     def _request(self, step: int, rest: bool = False) -> RunningValidation | None:
         """Request what is due after ``step``, or what is not, for the ``rest``."""
-        parts, due, sets = self.parts, self._is_due(step) != rest, self.parts.val_sets.due_sets(step, rest)
+        parts, due, sets = self.parts, self._is_due(step) != rest, self.parts.val_sets.select_due_sets(step, rest)
         if not due and not sets:
             return None
         if parts.answers is not None:  # engines that are given weights for validations alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gkd.config.output_files import whole_lines
+from gkd.config.output_files import read_whole_lines
 from gkd.config.validating import StopEarly
 
 
@@ -35,4 +35,4 @@ def _read_figures(settings: StopEarly, rows: Path) -> list[tuple[int, float]]:
     metric = settings.metric
     if metric is None:
         return []
-    return [(row["step"], float(row[metric])) for row in whole_lines(rows, step=int) if metric in row]
+    return [(row["step"], float(row[metric])) for row in read_whole_lines(rows, step=int) if metric in row]

@@ -42,7 +42,7 @@ class ValSets:
         """Measure it on some of the sets."""
         return self.measure(self.request(sets))
 
-    def due_sets(self, step: int, rest: bool = False) -> list[Questions]:
+    def select_due_sets(self, step: int, rest: bool = False) -> list[Questions]:
         """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
         every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
         due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
@@ -64,7 +64,7 @@ class ValSets:
 
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         fetched = zip(_jobs(questions), self.rollout.fetch(samples), samples, strict=True)
-        rated = [self._rated(questions, q, own.sample, sample.version) for (q, _), own, sample in fetched]
+        rated = [self._make_rated_answer(questions, q, own.sample, sample.version) for (q, _), own, sample in fetched]
         values = score(self.config, questions, rated, self._attend)
         groups, name = group_by_difficulty(questions.questions, values), questions.name
         self.last_scores[name] = SetScores(name, questions.settings.samples, values, groups)
@@ -73,7 +73,7 @@ class ValSets:
     def _attend(self) -> None:
         self.rollout.attend(wait_s=0.0)  # what is sampled ahead goes on beside a slow judge
 
-    def _rated(self, questions: Questions, question: Question, sample: Sample, version: int) -> RatedAnswer:
+    def _make_rated_answer(self, questions: Questions, question: Question, sample: Sample, version: int) -> RatedAnswer:
         """Return what is scored of a sample that was drawn from weights of ``version``."""
         sampling, ids = sampling_of(self.config.rollout, questions.settings), sample.sampled_ids.tolist()
         reply = up_to_stop(self.tokenizer.decode(ids, skip_special_tokens=True), sampling.stop)

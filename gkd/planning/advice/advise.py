@@ -26,7 +26,7 @@ from gkd.planning.memory.colocation import (
     with_micro_batch,
 )
 from gkd.planning.memory.pools import GroupMemory, cache_gb_of, slots_of
-from gkd.planning.simulation.stages import quick_step_s, stages_of
+from gkd.planning.simulation.stages import estimate_step_s, stages_of
 
 log = logging.getLogger("gkd")
 TOLERANCE = 0.1  # of what is available
@@ -90,7 +90,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
         return None  # (a reference may come to be needed no more)
     advice_of = {(group, ""): list(by_group[group]) for group in groups}
     # The first in order may take GPUs that the next needs; the mildest changes of one may not be enough for another.
-    for begin, pick, order in itertools.product(_smaller_shares(layout), (0, -1), (groups, groups[::-1])):
+    for begin, pick, order in itertools.product(_list_smaller_shares(layout), (0, -1), (groups, groups[::-1])):
         settings = dict(begin)
         changed = replace(layout, config=layout.config.with_settings(settings))
         for i, group in enumerate([*order, *order]):  # again, for what another's changes took from it or left it
@@ -108,7 +108,7 @@ def advise_all(layout: Layout, by_group: Mapping[str, Sequence[Advice]] | None =
     return None
 
 
-def _smaller_shares(layout: Layout) -> list[dict[str, Value]]:
+def _list_smaller_shares(layout: Layout) -> list[dict[str, Value]]:
     """Return no changes, and where engines on one GPU are to have more than it has, the largest shares that fit."""
     pairs, short = layout.may_share, groups_that_do_not_fit(layout)
     engines = {
@@ -256,7 +256,7 @@ def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: 
 
 
 def _step_seconds(layout: Layout) -> float:
-    return quick_step_s(stages_of(layout), layout.hosts)
+    return estimate_step_s(stages_of(layout), layout.hosts)
 
 
 def require_memory(

@@ -113,7 +113,7 @@ def _offer_gpus(layout: Layout) -> Change:
     trainer, per_node = layout.config.trainer, layout.gpus_per_node
     if (now := trainer.n_gpus_per_node) >= per_node:
         return Change("trainer.nnodes", 2, tuple(trainer.nnodes << i for i in (1, 2, 3)))
-    free = _free_gpus(layout, "trainer")
+    free = _count_free_gpus(layout, "trainer")
     return Change("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
 
 
@@ -124,7 +124,7 @@ def _offer_offload(layout: Layout) -> list[Change]:
     return [Change("cluster.offload", 1, (True,))] if possible and config.cluster.offload is False else []
 
 
-def _free_gpus(layout: Layout, section: str) -> int:
+def _count_free_gpus(layout: Layout, section: str) -> int:
     """Count the GPUs of a node that a pool could have: all where it may be alone, else those that the others leave.
 
     0 where its GPUs are named, or another group's.
@@ -172,7 +172,7 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
 
 
 def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
-    n, room, shape = engine.n_gpus_per_node, _free_gpus(layout, section), layout.models.shape_of(section)
+    n, room, shape = engine.n_gpus_per_node, _count_free_gpus(layout, section), layout.models.shape_of(section)
     now = engine.tensor_parallel_size
     wider = [1, 2, 4, 8] if find_width_obstacle(shape, now) else [now << i for i in (1, 2, 3)]
     widths = [tp for tp in wider if not find_width_obstacle(shape, tp)]

@@ -94,7 +94,7 @@ def best_splits(
     a_node = layout.config.plan.gpus_per_node
     nodes = [min(a_node, n_gpus - first) for first in range(0, n_gpus, a_node)]
     ahead = staleness > 0 or streams(base)
-    placeable = (mix for mix in _quickest_mixes(sizes, n_gpus, ahead) if has_room(_with_pools(base.config, mix), nodes))
+    placeable = (mix for mix in _order_mixes(sizes, n_gpus, ahead) if has_room(_with_pools(base.config, mix), nodes))
     splits = [_split(layout, base, mix, staleness, scale) for mix in itertools.islice(placeable, SIMULATED)]
     if not splits:
         raise ConfigError(f"--best {n_gpus}: no split of so many GPUs both fits in memory and on nodes")
@@ -171,7 +171,7 @@ def _measure(layout: Layout, group: str, pool: Pool, factors: Factors) -> PoolSi
     return PoolSize(pool, update * factors.update + sync * factors.sync)
 
 
-def _quickest_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:
+def _order_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> Iterator[dict[str, PoolSize]]:
     """Yield splits, quickest first by estimate; among equals those of fewer GPUs.
 
     ``ahead``: actor and engines work at the same time, else one after the other.
@@ -237,7 +237,7 @@ def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: in
     return Split(settings, {GROUP_OF[section]: size.pool.n_workers for section, size in mix.items()}, stages, step)
 
 
-def faster_split(config: Config, directory: Path, requested: Config) -> str:
+def find_faster_split(config: Config, directory: Path, requested: Config) -> str:
     """Return in one line which split of a run's GPUs is faster by simulation, or that none is; or why it is not known.
 
     Empty where groups share GPUs. ``directory``: what the run wrote, with ``config`` as it ran. ``requested``: the

@@ -43,12 +43,12 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
         sampled = any(span.end > start and span.start < end for span in sampling)
         own = DriverTimes(
             start_s=before + _seconds_to_begin(sampling, start, end),
-            score_s=sum(_idle_seconds(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
+            score_s=sum(_sum_idle_seconds(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
             record_s=before + recorded - start,
             # Answers of the data are the driver's own work; it waits for nobody else then.
             deliver_s=max(0.0, prepared[-1].start - (max(recorded, update.start) if sampled else recorded)),
             prepare_s=handed_over - prepared[-1].start,
-            call_s=_idle_seconds(working, handed_over, update.end),
+            call_s=_sum_idle_seconds(working, handed_over, update.end),
         )
         times.append(astuple(own))
     return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
@@ -65,6 +65,6 @@ def _seconds_to_begin(sampling: Sequence[TimelineSpan], start: float, end: float
     return begun - start
 
 
-def _idle_seconds(working: Sequence[TimelineSpan], start: float, end: float) -> float:
+def _sum_idle_seconds(working: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
     return sum(b - a for a, b in find_gaps(((span.start, span.end) for span in working), start, end))

@@ -14,12 +14,12 @@ from gkd.cluster.gpu import are_simulated
 from gkd.config import Config
 from gkd.config.base import SCORERS
 from gkd.config.loading import read_run
-from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES, parse, whole_lines
+from gkd.config.output_files import CONFIG, METRICS, PLACEMENT, SAMPLES, parse, read_whole_lines
 from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, models_of
 from gkd.planning.measured.busy import busy_by_step, busy_seconds, paces_of
 from gkd.planning.measured.driver import driver_times
-from gkd.planning.measured.timeline import RunTimeline, disturbed_steps
+from gkd.planning.measured.timeline import RunTimeline, find_disturbed_steps
 from gkd.planning.simulation.run import Step
 from gkd.planning.simulation.stages import Factors, device_shares, stages_of
 from gkd.planning.simulation.steps import simulate_layout
@@ -44,7 +44,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
         prompt=_mean_prompt(config, rows),
         response=_mean(rows, "response/length_mean"),
         spread=_spread(config, rows),
-        seen=_logged_lengths(path),
+        seen=_read_logged_lengths(path),
     )
     config = lengths.lengths(config)
     try:
@@ -121,12 +121,12 @@ def _require_same_device(path: Path, layout: Layout) -> None:
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of every step with timings but the first, which warms up, and those in which workers ended."""
-    rows = [row for row in whole_lines(path / METRICS) if "timing_s/update" in row]
+    rows = [row for row in read_whole_lines(path / METRICS) if "timing_s/update" in row]
     if not rows:
         raise ConfigError(f"{path}: metrics.jsonl has no step with timings yet")
     if odd := [name for row in rows for name, value in row.items() if not isinstance(value, int | float)]:
         raise ConfigError(f"{path}: metrics.jsonl has a {odd[0]} that is no number")
-    rows, disturbed = rows[1:] or rows, disturbed_steps(path)
+    rows, disturbed = rows[1:] or rows, find_disturbed_steps(path)
     return [row for row in rows if row.get("step") not in disturbed] or rows
 
 
@@ -148,7 +148,7 @@ def _mean_prompt(config: Config, rows: list[dict[str, Any]]) -> int | None:
     return max(1, round(mean(lengths))) if lengths else None
 
 
-def _logged_lengths(path: Path) -> tuple[int, ...]:
+def _read_logged_lengths(path: Path) -> tuple[int, ...]:
     """Return the tokens of the newest logged responses; none where they are few, or the run logged none.
 
     Raises ConfigError for a file that cannot be read.

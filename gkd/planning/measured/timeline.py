@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
-from gkd.config.output_files import EVENTS, TIMELINE, parse, whole_lines
+from gkd.config.output_files import EVENTS, TIMELINE, parse, read_whole_lines
 from gkd.errors import ConfigError
 
 STAGES, VALIDATION = "driver", "validation"
@@ -60,7 +60,7 @@ class RunTimeline:
                 for e in events
                 if e["ph"] == "X" and e["cat"] == "busy"
             ]
-            return cls(tuple(lanes.values()), tuple(spans), disturbed_steps(path))
+            return cls(tuple(lanes.values()), tuple(spans), find_disturbed_steps(path))
         except FileNotFoundError:
             return cls((), ())
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -90,8 +90,8 @@ class RunTimeline:
         return sorted(spans, key=lambda span: span.start)
 
 
-def disturbed_steps(path: Path) -> frozenset[int]:
+def find_disturbed_steps(path: Path) -> frozenset[int]:
     """Return the steps in which workers ended or began anew, by events.jsonl; none without the file."""
-    events = whole_lines(path / EVENTS)
+    events = read_whole_lines(path / EVENTS)
     steps = [event.get("step") for event in events if event.get("kind") in DISTURBANCES]
     return frozenset(step for step in steps if isinstance(step, int))

@@ -164,7 +164,7 @@ def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> di
     a_token = kept.outside
     for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
         a_token += layers.count * (c * shape.hidden if training.config.actor.gradient_checkpointing else layer_bytes)
-    gathered = c * (shape.n_root if training.sharded else copied_numbers(shape, training))  # layers' come and go
+    gathered = c * (shape.n_root if training.sharded else count_copied_numbers(shape, training))  # layers' come and go
     return {
         "gathered weights": float(gathered),
         "activations": a_token * micro.tokens,
@@ -172,7 +172,7 @@ def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> di
     }
 
 
-def copied_numbers(shape: ModelShape, training: Training) -> float:
+def count_copied_numbers(shape: ModelShape, training: Training) -> float:
     """Return how many numbers a rank that holds all of the student has once more (gkd.actor.compute_copies)."""
     if training.compute == F32:
         return 0.0

@@ -21,7 +21,7 @@ from gkd.planning.memory.actor import (
     MicroBatchSize,
     Training,
     checkpoint_bytes,
-    copied_numbers,
+    count_copied_numbers,
     offloaded_bytes,
     peak_items,
 )
@@ -75,7 +75,7 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
         return _actor_memory(layout, pool)
     assert isinstance(pool, Rollout | Scorer | RewardModel), "other pools have engines"
     if isinstance(pool, RewardModel) or not engine_class(pool, layout.models.shape_of(group)).managed_memory:
-        return _unmanaged_memory(layout, group, pool)
+        return _count_unmanaged_memory(layout, group, pool)
     return _cpu_engine_memory(layout, group, pool) if layout.hardware.is_cpu else _engine_memory(layout, group, pool)
 
 
@@ -96,7 +96,7 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     world, shape, is_cpu, actor = pool.n_workers, layout.models.student, layout.hardware.is_cpu, layout.config.actor
     size = actor.copy_size(world)
     training = Training(layout.config, size, layout.compute_bytes, is_cpu, sharded=False)
-    if size > 1 or actor.offload_weights or copied_numbers(shape, training) > actor.most_copied(is_cpu):
+    if size > 1 or actor.offload_weights or count_copied_numbers(shape, training) > actor.most_copied(is_cpu):
         training = replace(training, sharded=True)
     micro = largest_micro_batch(layout, world)
     items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)
@@ -210,7 +210,7 @@ def _cpu_engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemor
     return GroupMemory(group, engine.n_workers, items, layout.hardware.memory, shortage, notes)
 
 
-def _unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer | RewardModel) -> GroupMemory:
+def _count_unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer | RewardModel) -> GroupMemory:
     """Return what the class of the engines counts, and the process."""
     shape, workload = layout.models.shape_of(group), layout.workload
     longest = min(engine.max_model_len, workload.longest) if isinstance(engine, RewardModel) else workload.longest
@@ -254,7 +254,7 @@ def _pass_bytes(shape: ModelShape, c: int) -> int:
     return c * max(4 * shape.hidden + 3 * shape.widest_mlp, 10 * shape.hidden)
 
 
-def concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
+def count_concurrent_sequences(layout: Layout, group: str, engine: Engine) -> int:
     """Count the sequences of mean length that an engine runs at a time: its cache's, at most its slots."""
     cache = pool_memory(layout, group, engine).items.get("key-value cache", 0.0)
     return max(1, min(slots_of(layout, group, engine), _n_held(layout, group, engine, cache)))

@@ -19,7 +19,7 @@ from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.cache import kv_bytes
-from gkd.planning.memory.pools import concurrent_sequences
+from gkd.planning.memory.pools import count_concurrent_sequences
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.planning.transfer import transfer_of
@@ -99,7 +99,7 @@ class Factors:
         )
 
 
-def quick_step_s(stages: Stages, hosts: Mapping[str, str]) -> float:
+def estimate_step_s(stages: Stages, hosts: Mapping[str, str]) -> float:
     """Return a step's seconds without simulating it, to choose among many layouts: no stragglers, no streaming.
 
     Sampling, beside which finished samples are scored, then the update, then the new weights. ``hosts`` maps groups to
@@ -156,7 +156,7 @@ def weights_read(shape: ModelShape, n: float) -> float:
 def generate_s(layout: Layout, engine: Engine) -> float:
     """Return the seconds of sampling a batch, all responses of mean length. Prompts are computed once each."""
     workload, each = layout.workload, _sampled_by_engine(layout, engine)
-    at_once = min(each, concurrent_sequences(layout, "rollout", engine))
+    at_once = min(each, count_concurrent_sequences(layout, "rollout", engine))
     prompts = each * workload.prompts / workload.samples
     return prompts * prefill_s(layout, engine) + workload.response * decode_s(layout, engine, at_once) * each / at_once
 
@@ -201,7 +201,7 @@ def device_shares(layout: Layout) -> dict[str, float]:
     if layout.hardware.is_cpu:
         return {}
     engine = layout.config.rollout
-    n = min(_sampled_by_engine(layout, engine), concurrent_sequences(layout, "rollout", engine))
+    n = min(_sampled_by_engine(layout, engine), count_concurrent_sequences(layout, "rollout", engine))
     on_device = max(layout.models.student.n_layers * LAYER_KERNELS_S, _decode_on_device_s(layout, engine, n))
     share = on_device / decode_s(layout, engine, n)
     return {"rollout": share} if share < 1 else {}

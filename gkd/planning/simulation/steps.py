@@ -19,7 +19,7 @@ from gkd.config.cluster import TRANSFERS
 from gkd.config.groups import OVERBOOKED
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
-from gkd.planning.memory.pools import concurrent_sequences, slots_of
+from gkd.planning.memory.pools import count_concurrent_sequences, slots_of
 from gkd.planning.simulation.events import simulate
 from gkd.planning.simulation.run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.planning.simulation.stages import (
@@ -123,7 +123,7 @@ def _sampling_group(layout: Layout, scale: _Scale, factors: Factors) -> Sampling
     return SamplingGroup(
         n_engines,
         capacity=max(1, round(slots_of(layout, "rollout", engine) / each)),
-        running=max(1, round(concurrent_sequences(layout, "rollout", engine) / each)),
+        running=max(1, round(count_concurrent_sequences(layout, "rollout", engine) / each)),
         token_s=token_s,
         prefill_s=prefill * each * share,
         recompute_s=recompute * each * share,

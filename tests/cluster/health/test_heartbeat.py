@@ -48,7 +48,7 @@ def test_silence_of_an_earlier_step_counts_no_more_once_an_engine_had_nothing_to
         now[0] += 1.0
         return watch.find_hanging(busy)
 
-    while watch.silent_s(0) < 10.0:  # a step that takes nearly too long
+    while watch.measure_silence_s(0) < 10.0:  # a step that takes nearly too long
         assert look([0]) == []
     worker.progress = (6, 0)
     assert look([]) == []
@@ -73,4 +73,4 @@ def test_no_engine_hangs_because_the_driver_was_kept_from_looking(beat: tuple[He
         now[0] += 1.0
         assert watch.find_hanging([0]) == []
     now[0] += 600.0  # as of a machine that was suspended
-    assert watch.find_hanging([0]) == [] and watch.silent_s(0) < 10.0
+    assert watch.find_hanging([0]) == [] and watch.measure_silence_s(0) < 10.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gkd.cluster.layout.fit import require_fit, share_gpus
-from gkd.cluster.layout.nodes import Node, group_requests, idle_nodes, solve
+from gkd.cluster.layout.nodes import Node, group_requests, make_idle_nodes, solve
 from gkd.cluster.session import connect as session
 from gkd.cluster.session.connect import _plan_private
 from gkd.config import Config
@@ -49,7 +49,7 @@ def placed(config: Config) -> dict[str, int]:
     ],
 )
 def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, name: str | None) -> None:
-    config, nodes = compose(overrides), idle_nodes([n_gpus])
+    config, nodes = compose(overrides), make_idle_nodes([n_gpus])
     result = share_gpus(config, nodes)
     if name is None:
         assert result is config
@@ -68,12 +68,12 @@ def test_fewer_gpus_than_groups_are_shared(overrides: list[str], n_gpus: int, na
 )
 def test_who_says_where_groups_go_is_not_overruled(own: str) -> None:
     config = compose([DISTIL, own])
-    assert share_gpus(config, idle_nodes([1])) is config
+    assert share_gpus(config, make_idle_nodes([1])) is config
 
 
 def test_what_the_user_set_stays() -> None:
     config = compose([DISTIL, "rollout.gpu_memory_utilization=0.4", "rollout.max_num_seqs=7", "trainer.total_steps=3"])
-    result = share_gpus(config, idle_nodes([1]))
+    result = share_gpus(config, make_idle_nodes([1]))
     assert (result.rollout.gpu_memory_utilization, result.teacher.gpu_memory_utilization) == (0.4, 0.25)
     assert (result.rollout.max_num_seqs, result.trainer.total_steps) == (7, 3)
 
@@ -117,7 +117,7 @@ def test_ranges_of_a_user_are_indices(placement: list[str]) -> None:
 def test_what_is_named_as_the_nearest_fits_when_it_is_pasted(placement: str, recipe: list[str]) -> None:
     overrides, answers = [*recipe, f"placement={placement}"], list[str]()
     for sizes in ([1], [2], [3], [4], [7], [2, 2], [1, 3], [4, 4, 4]):
-        nodes = [replace(node, cpus=64.0) for node in idle_nodes(sizes)]
+        nodes = [replace(node, cpus=64.0) for node in make_idle_nodes(sizes)]
         if (named := refused_on(nodes, overrides)) is not None:
             answers.append(named)
             assert named.startswith("no layout") or refused_on(nodes, [*overrides, *named.split()]) is None
@@ -137,7 +137,7 @@ def refused_on(nodes: list[Node], overrides: list[str]) -> str | None:
 
 
 def test_two_machines_of_one_gpu_run_what_one_of_them_could() -> None:
-    assert share_gpus(compose([DISTIL]), idle_nodes([1, 1])).hosts() == {"rollout": "actor", "teacher": "actor"}
+    assert share_gpus(compose([DISTIL]), make_idle_nodes([1, 1])).hosts() == {"rollout": "actor", "teacher": "actor"}
 
 
 @pytest.mark.parametrize(("n_gpus", "workers"), [(0, 3), (1, 3), (2, 5), (3, 3), (8, 3)])
@@ -163,7 +163,7 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
     """The built-in task's models beside each other on one card of 24 GB, larger ones by turns on one of 40."""
     named = [f"model.size={size}", f"teacher.model.size={size}"] if size else []
     files = ["data.train_files=[x]", "data.val_files=[x]"] if size else []
-    config = share_gpus(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), idle_nodes([1]))
+    config = share_gpus(compose([DISTIL, *named, *files, "actor.gradient_checkpointing=true"]), make_idle_nodes([1]))
     assert config.cluster.offload == "auto"
     card = dict.fromkeys(("actor", "rollout", "teacher"), 40e9 if size else 24e9)
     assert requires_offload(config, models_of(config), card) == turns
@@ -172,7 +172,7 @@ def test_memory_decides_whether_they_take_turns(size: str | None, turns: bool) -
 def test_where_they_take_turns_nothing_is_sampled_ahead() -> None:
     """Also where that was requested, of a layout that memory was not known of."""
     schedule = ["schedule.max_staleness=2", "schedule.in_flight=true"]
-    config = share_gpus(compose([DISTIL, *schedule]), idle_nodes([1]))
+    config = share_gpus(compose([DISTIL, *schedule]), make_idle_nodes([1]))
     for offload, max_staleness in ((False, 2), (True, 0)):
         decided = config.with_settings(settings_with_offload(config, offload))
         require_schedule(decided)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gkd.cluster.layout import fit
 from gkd.cluster.layout import nodes as layout_nodes
-from gkd.cluster.layout.fit import nearest_layout, require_fit
+from gkd.cluster.layout.fit import find_nearest_layout, require_fit
 from gkd.cluster.layout.nodes import GroupRequest, Node, choose_devices, group_requests, solve
 from gkd.config import GROUP_OF
 from gkd.config.compose import compose, groups
@@ -116,7 +116,7 @@ def test_no_two_groups_share_a_gpu_ranges_are_exact_and_ranks_go_by_node_and_dev
 
 @given(small_asks(), small_nodes)
 def test_the_nearest_layout_fits_and_gives_up_as_few_gpus_as_possible(requests, nodes):
-    layout = nearest_layout(requests, nodes, 0.0)
+    layout = find_nearest_layout(requests, nodes, 0.0)
     smaller = [
         [pool(a.group, n, k) for n in range(1, a.n_gpus + 1) for k in range(1, a.nnodes + 1)]
         + ([pool(a.group, a.n_gpus, k, a.gpus) for k in range(1, a.nnodes + 1)] if a.gpus else [])

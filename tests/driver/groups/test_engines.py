@@ -33,7 +33,7 @@ def test_an_engine_that_is_started_again_has_the_cache_of_before(
     engines: Any = SimpleNamespace(leaders=leaders, start_again=lambda *_: worker, nnodes=1)
     inputs: Any = SimpleNamespace(student="model", model=ModelInfo(1, 1, [], 1), max_length=64)
     placement: Any = SimpleNamespace(session=SimpleNamespace(threads=[]))
-    scorers: Any = SimpleNamespace(absent_replicas=lambda: [])
+    scorers: Any = SimpleNamespace(list_absent_replicas=lambda: [])
     monkeypatch.setattr(gkd.driver.groups.engines, "gather", lambda *_: None)
     monkeypatch.setattr(RolloutEngines, "_environment", {})
     policy = RolloutEngines(load({}), inputs, placement, engines).make_restart_policy({}, scorers)

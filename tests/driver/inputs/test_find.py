@@ -16,7 +16,7 @@ import pytest
 from gkd.cli.train import _find_inputs
 from gkd.config import Config, load
 from gkd.config.rewards import Reward
-from gkd.data.layouts import stated_day
+from gkd.data.layouts import get_stated_day
 from gkd.driver.checkpoints.resume import day_of
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
@@ -191,7 +191,7 @@ def test_prompts_state_the_day_on_which_their_run_began(models: Path, monkeypatc
     began = _find_inputs(config, saved, lambda line: None)
     assert [one.train.prompts[0].text[:10] for one in (today, began)] == [date.today().isoformat(), "2020-02-29"]
     saved.data = {}  # an earlier version's
-    assert day_of(saved) == day_of(None) == date.today() != stated_day()
+    assert day_of(saved) == day_of(None) == date.today() != get_stated_day()
 
 
 @pytest.mark.parametrize("templated", [False, True])

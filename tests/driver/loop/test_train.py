@@ -180,7 +180,7 @@ class Played:
             validation=SimpleNamespace(request=self.request, measure=self.measure),
             val_sets=SimpleNamespace(
                 request=self.request_sets, measure=self.measure_sets, sets=[SimpleNamespace(name="hard")],
-                due_sets=self.sets_due,
+                select_due_sets=self.sets_due,
             ),
             report=lambda: [REPORT], answers=self if self.supervised else None,
         )  # fmt: skip

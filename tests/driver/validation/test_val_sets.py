@@ -68,7 +68,7 @@ def make(tmp_path: Path, **sets: dict[str, Any]) -> tuple[ValSets, Engines]:
 def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
     own = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.2, "stop": ["c"]}
     sets, engines = make(tmp_path, own={**own, "max_response_length": 4})
-    sets.run(sets.due_sets(0))
+    sets.run(sets.select_due_sets(0))
     assert {request.sampling for request in engines.requests} == {Sampling(4, 0.5, 1.0, 3, 0.1, 0.2, ("c",))}
 
 
@@ -82,19 +82,19 @@ def test_engines_are_attended_to_while_a_judge_takes_its_time(tmp_path: Path, mo
 
     monkeypatch.setattr(gkd.driver.validation.val_sets, "score", score_slowly)
     sets, engines = make(tmp_path, usual={})
-    assert "val/usual/accuracy" in sets.run(sets.due_sets(0))
+    assert "val/usual/accuracy" in sets.run(sets.select_due_sets(0))
     assert engines.attended == [0.0]
 
 
 def test_every_set_has_its_own_interval(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, usual={}, seldom={"every": 25})
-    due = {step: {name.split("/")[1] for name in sets.run(sets.due_sets(step))} for step in (0, 7, 10, 25, 35)}
+    due = {step: {name.split("/")[1] for name in sets.run(sets.select_due_sets(step))} for step in (0, 7, 10, 25, 35)}
     assert due == {0: {"usual", "seldom"}, 7: set(), 10: {"usual"}, 25: {"seldom"}, 35: {"usual", "seldom"}}
 
 
 def test_scores_are_split_by_the_sets_difficulty(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, own={"samples": 2, "temperature": 1.0, "difficulty": "prompt", "limit": 2})
-    metrics = sets.run(sets.due_sets(0))
+    metrics = sets.run(sets.select_due_sets(0))
     assert {name: value for name, value in metrics.items() if "difficulty" in name} == {
         f"val/own/difficulty/{prompt}/accuracy": 0.5 for prompt in ("a", "a a")
     }
@@ -107,7 +107,7 @@ def test_scores_are_split_by_the_sets_difficulty(tmp_path: Path) -> None:
 
 def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, hard={"samples": 2, "temperature": 0.7, "max_response_length": 5})
-    metrics = sets.run(sets.due_sets(0))
+    metrics = sets.run(sets.select_due_sets(0))
     expected = {
         "accuracy": 0.5,
         "pass@2": 1.0,
@@ -123,13 +123,13 @@ def test_figures_are_means_over_questions_with_the_error_of_the_accuracy(tmp_pat
     assert {(r.sampling.temperature, r.sampling.max_tokens) for r in engines.requests} == {(0.7, 5)}
     assert len({r.seed for r in engines.requests}) == 6
     first = [r.seed for r in engines.requests]
-    sets.run(sets.due_sets(10))
+    sets.run(sets.select_due_sets(10))
     assert [r.seed for r in engines.requests[6:]] == first  # the same at every validation
 
 
 def test_one_answer_a_question_has_the_pass_k_that_is_named(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, own={"pass_k": [1]})
-    metrics = sets.run(sets.due_sets(0))
+    metrics = sets.run(sets.select_due_sets(0))
     assert {name for name in metrics if "@" in name} == {"val/own/pass@1"}
     assert metrics["val/own/pass@1"] == metrics["val/own/accuracy"]
 
@@ -140,7 +140,7 @@ def test_the_text_that_ends_answers_is_no_part_of_them(tmp_path: Path) -> None:
         ScoredSample(Sample.single_turn(r, np.array([WORDS.index(w) for w in "bc"]), np.zeros(2), 0, "stop"))
         for r in requests
     ]
-    metrics = sets.run(sets.due_sets(0))
+    metrics = sets.run(sets.select_due_sets(0))
     assert metrics["val/usual/accuracy"] == 0.0  # "b c"
     assert metrics["val/ended/accuracy"] == pytest.approx(1 / 3)  # "b"
     sets, _ = make(tmp_path, ended={"max_response_length": 4, "stop": ["c"]})
@@ -148,10 +148,12 @@ def test_the_text_that_ends_answers_is_no_part_of_them(tmp_path: Path) -> None:
         ScoredSample(Sample.single_turn(r, np.array([WORDS.index(w) for w in "bcd"]), np.zeros(3), 0, "stop"))
         for r in requests
     ]
-    assert sets.run(sets.due_sets(0))["val/ended/accuracy"] == pytest.approx(1 / 3)  # a token had more than that text
+    assert sets.run(sets.select_due_sets(0))["val/ended/accuracy"] == pytest.approx(
+        1 / 3
+    )  # a token had more than that text
 
 
 def test_one_greedy_answer_is_the_default(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, usual={})
-    assert sets.run(sets.due_sets(0))["val/usual/accuracy"] == pytest.approx(1 / 3)
+    assert sets.run(sets.select_due_sets(0))["val/usual/accuracy"] == pytest.approx(1 / 3)
     assert {r.sampling.temperature for r in engines.requests} == {0.0}

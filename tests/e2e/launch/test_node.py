@@ -50,7 +50,7 @@ def test_a_damaged_record_is_passed_over(directory: Path, caplog: pytest.LogCapt
     (directory / "node-x.json").write_text("")
     (directory / "node-y.json").write_text('{"kind": "head"}')
     assert local.nodes() == []
-    assert local.running_address() is None
+    assert local.find_running_address() is None
     assert "node-x.json" in caplog.text
 
 

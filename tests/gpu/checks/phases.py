@@ -35,7 +35,11 @@ def note_phases(file: Path) -> None:
     patched: list[tuple[type, dict[str, str], GroupsOf]] = [
         (ActorRanks, {"offload": "offload", "onload": "onload"}, lambda actor: [actor.group]),
         (RolloutGroup, {"sleep": "sleep", "wake": "wake"}, lambda rollout: [rollout.living_group]),
-        (Scorers, {"sleep": "sleep", "wake": "wake"}, lambda its: [its.groups[name] for name in its.sleeping_groups()]),
+        (
+            Scorers,
+            {"sleep": "sleep", "wake": "wake"},
+            lambda its: [its.groups[name] for name in its.list_sleeping_groups()],
+        ),
         (WeightSync, {"push": "push"}, lambda sync: [sync.actor.group, sync.rollout.living_group]),
     ]
     for kind, phases, groups_of in patched:

@@ -180,7 +180,7 @@ def _learner(student: Any, micro: Any) -> Callable[[], None]:
     from gkd.losses.objective import objective
 
     def learn() -> None:
-        with student.computing():
+        with student.use_compute_type():
             loss, _ = student(micro, objective(micro, Algorithm(), Rollout(), 1024, roomy=True))
             loss.backward()
 

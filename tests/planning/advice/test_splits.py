@@ -18,7 +18,7 @@ from gkd.config.compose import compose
 from gkd.config.loading import dump_yaml
 from gkd.errors import ConfigError
 from gkd.planning.advice import splits as advice
-from gkd.planning.advice.splits import best_splits, faster_split
+from gkd.planning.advice.splits import best_splits, find_faster_split
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.simulation.steps import simulate_layout
 from tests.planning.layouts import DATA, layout_of
@@ -181,27 +181,27 @@ def written(directory: Path, update: float) -> Config:
 
 def test_a_group_that_sets_the_pace_would_get_gpus_of_the_others(tmp_path: Path) -> None:
     config = written(tmp_path, update=60.0)
-    text = faster_split(config, tmp_path, Config())
+    text = find_faster_split(config, tmp_path, Config())
     assert "gkd plan" in text
     overrides = text.partition(" s: ")[2].split()
     pasted = layout_of(*RUN, *overrides).config
     assert pasted.trainer.n_workers > 2
     assert sum(pool.n_workers for _, pool in pasted.pools()) <= 8
-    again = faster_split(pasted.model_copy(), tmp_path, Config())
+    again = find_faster_split(pasted.model_copy(), tmp_path, Config())
     assert " s: " not in again and re.search(r"\b8 GPUs\b", again)
 
 
 def test_what_cannot_be_known_is_said_and_shared_gpus_are_left_as_they_are(tmp_path: Path) -> None:
     config = written(tmp_path, update=6.0)
     (tmp_path / "metrics.jsonl").write_text("")
-    text = faster_split(config, tmp_path, Config())
+    text = find_faster_split(config, tmp_path, Config())
     assert text.rpartition(": ")[2].startswith("metrics.jsonl ") and "--from" not in text  # which nobody typed
-    assert faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path, Config()) == ""
+    assert find_faster_split(compose([*DATA, *RUN[:4], "placement=single_gpu"]), tmp_path, Config()) == ""
 
 
 @pytest.mark.parametrize("update", [4.0, 60.0])
 def test_the_present_step_is_the_measured_one(tmp_path: Path, update: float) -> None:
     """Streaming hides some of both, so it is between the longer and the sum."""
-    text = faster_split(written(tmp_path, update), tmp_path, Config())
+    text = find_faster_split(written(tmp_path, update), tmp_path, Config())
     now = float(text.partition("(")[2].partition(" s a step")[0])
     assert max(10.0, update) < now < 10.0 + update + 2

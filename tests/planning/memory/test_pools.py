@@ -17,7 +17,7 @@ from gkd.planning.memory.cache import cache_use, find_width_obstacle, kv_bytes
 from gkd.planning.memory.pools import (
     COLLECTIVES,
     cache_gb_of,
-    concurrent_sequences,
+    count_concurrent_sequences,
     pool_memory,
     slots_of,
 )
@@ -108,7 +108,7 @@ def test_the_cache_is_what_the_share_of_the_gpu_leaves() -> None:
     assert sum(memory.items[name] for name in inside) == pytest.approx(0.85 * s.hardware.memory)
     held = int(memory.items["key-value cache"] // (kv_bytes(s.models.student, 1, 2) * 1280))
     assert f"holds {held:,} sequences of 1,280 tokens" in memory.notes[0]
-    assert concurrent_sequences(s, "rollout", s.config.rollout) == 128
+    assert count_concurrent_sequences(s, "rollout", s.config.rollout) == 128
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_engine_samples_what_its_cache_holds_of_what_the_schedule_asks_for() 
     s = layout_of(*large)
     assert s.workload.length == length and s.hardware.memory == pytest.approx(79.1 * 2**30)
     assert slots_of(s, "rollout", s.config.rollout) == 1024  # vLLM's own limit; its cache holds more
-    assert concurrent_sequences(s, "rollout", s.config.rollout) == 1024
+    assert count_concurrent_sequences(s, "rollout", s.config.rollout) == 1024
     shape, engine = s.models.student, s.config.rollout
     small = replace(s, hardware=replace(s.hardware, memory=12e9))
     width = max(layers.width for layers in shape.layers)
@@ -173,7 +173,7 @@ def test_a_small_models_cache_is_twice_what_its_sequences_fill() -> None:
     items = pool_memory(s, "rollout", planned).items
     assert items["key-value cache"] == gb * 2**30
     assert sum(items.values()) == pytest.approx(sum(pool_memory(s, "rollout", engine).items.values()))
-    assert concurrent_sequences(s, "rollout", planned) == slots_of(s, "rollout", planned) == 128
+    assert count_concurrent_sequences(s, "rollout", planned) == slots_of(s, "rollout", planned) == 128
     assert plan_sizes(s.config, s.models, {"rollout": 139e9})["rollout.kv_cache_gb"] == gb
     assert cache_gb_of(s, "rollout", engine.model_copy(update={"kv_cache_gb": 30})) == 30
     estimated = replace(s, models=replace(s.models, student=replace(shape, is_exact=False)))

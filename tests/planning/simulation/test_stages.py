@@ -16,10 +16,10 @@ from gkd.planning.simulation.stages import (
     adam_s,
     decode_s,
     device_shares,
+    estimate_step_s,
     forward_flops,
     gather_s,
     generate_s,
-    quick_step_s,
     score_one_s,
     score_s,
     stages_of,
@@ -44,7 +44,7 @@ STAGES = Stages(generate=5.0, score=3.0, reference=0.0, update=4.0, sync=1.0, ta
     ],
 )
 def test_the_quick_estimate_of_a_step(hosts: dict[str, str], seconds: float) -> None:
-    assert quick_step_s(STAGES, hosts) == seconds
+    assert estimate_step_s(STAGES, hosts) == seconds
 
 
 def test_scoring_is_near_the_measured_rate() -> None:
@@ -88,7 +88,9 @@ def test_a_step_is_near_the_measured_one() -> None:
     assert stages.score == pytest.approx((0.557 + 0.549) / 2, rel=0.1)
     assert stages.update == pytest.approx((0.84 + 0.97 + 1.12) / 3, rel=0.1)
     assert stages.sync == pytest.approx((0.085 + 0.148 + 0.156) / 3, rel=0.1)
-    assert quick_step_s(stages, dict.fromkeys(("actor", "rollout", "teacher"), "actor")) == pytest.approx(3.83, rel=0.1)
+    assert estimate_step_s(stages, dict.fromkeys(("actor", "rollout", "teacher"), "actor")) == pytest.approx(
+        3.83, rel=0.1
+    )
     eager = stages_of(layout_of(*H200, "placement=single_gpu", *lengths, "teacher.enforce_eager=true"))
     assert eager.score == pytest.approx(0.835, rel=0.3)
     in_one_process = stages_of(layout_of(*H200, *lengths, "weights.transfer=object_store"))

@@ -25,7 +25,7 @@ from gkd.actor.model import Student
 from gkd.config import Algorithm, Lora, Rollout
 from gkd.errors import ConfigError
 from gkd.losses.objective import objective
-from gkd.losses.outcomes import Kernels, fused, outcomes
+from gkd.losses.outcomes import Kernels, outcomes, use_kernels
 from gkd.modeling import compiling
 from gkd.modeling.compiling import is_compile_failure
 from tests.actor import models
@@ -177,7 +177,7 @@ def test_what_the_loss_compiles_backward_does_so_by_the_same_settings(monkeypatc
     """On a GPU that is in a thread of autograd's, where torch's settings may be others."""
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
     ids, slopes = torch.tensor([[1], [3]]), []
-    for context in (nullcontext(), fused(Kernels.compile())):
+    for context in (nullcontext(), use_kernels(Kernels.compile())):
         logits = torch.arange(8.0).view(2, 4).requires_grad_()
         with compiling.allow_compiling(strict=False), context, ThreadPoolExecutor(1) as thread:
             loss = outcomes(logits, ids).others.sum()

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.actor.batches import count_tokens, pack
 from gkd.actor.group import ActorGroup
-from gkd.actor.memory import is_out_of_memory, out_of_memory_text, smaller_budget
+from gkd.actor.memory import is_out_of_memory, out_of_memory_text, shrink_budget
 from gkd.cluster.session.connect import connect
 from gkd.cluster.workers.group import gather
 from gkd.cluster.workers.placement import place
@@ -214,7 +214,7 @@ def test_a_smaller_budget_makes_the_largest_micro_batch_smaller(lengths: list[in
     def largest(budget: int) -> int:
         return max(count_tokens(part, lengths, padded) for part in pack(lengths, budget, padded))
 
-    smaller = smaller_budget(budget, lengths, padded)
+    smaller = shrink_budget(budget, lengths, padded)
     if smaller is None:
         alone = [lengths[part[0]] for part in pack(lengths, budget, padded) if len(part) == 1]
         assert largest(budget) in alone
@@ -224,7 +224,7 @@ def test_a_smaller_budget_makes_the_largest_micro_batch_smaller(lengths: list[in
 
 def test_a_rank_without_samples_tries_half_of_its_budget() -> None:
     """Memory may run out there as well, in passes that it makes with the others."""
-    assert [smaller_budget(budget, []) for budget in (8192, 1)] == [4096, 1]
+    assert [shrink_budget(budget, []) for budget in (8192, 1)] == [4096, 1]
 
 
 def test_advice_names_only_what_is_not_done_yet() -> None:

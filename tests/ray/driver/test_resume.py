@@ -144,7 +144,8 @@ class World:
             model=ModelInfo(10, None, [], 10), n_gpus=1,
             device="cpu", report=self.report, answers=None,
             val_sets=SimpleNamespace(
-                request=lambda due, order: due, measure=lambda due: {}, due_sets=lambda step, rest=False: [], sets=[]
+                request=lambda due, order: due, measure=lambda due: {}, sets=[],
+                select_due_sets=lambda step, rest=False: [],
             ),
         )  # fmt: skip
         checkpoints = Checkpoints(self.config, DirectoryIdentity.of(self.output), time.monotonic(), {}, start.step)

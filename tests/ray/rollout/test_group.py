@@ -194,10 +194,10 @@ def test_replicas_of_a_scorer_come_back_at_their_address_until_they_are_given_up
             for ref in ray.wait(watch.calls, num_returns=1, timeout=0.2)[0]:
                 watch.lose(ref)
             replicas += watch.poll()
-        assert watch.absent_replicas() == [ExpectedReplica("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
+        assert watch.list_absent_replicas() == [ExpectedReplica("teacher", "tcp://a:1", 60.0, "tcp://a:1")]
         assert watch.groups[0].workers == ()
         threads[-1].join(60)
-        assert watch.poll() == [] and watch.absent_replicas() == []
+        assert watch.poll() == [] and watch.list_absent_replicas() == []
         return replicas
 
     caplog.set_level(logging.WARNING, "gkd")

@@ -24,4 +24,4 @@ class CpuActor(ActorWorker):
 
     def gathered(self) -> dict[str, Tensor]:
         """All of them, gathered. A collective."""
-        return {name: t.clone() for name, t in self.trainer.student.full_tensors(self.dtype)}
+        return {name: t.clone() for name, t in self.trainer.student.gather_full_tensors(self.dtype)}

@@ -95,7 +95,7 @@ def test_an_error_that_vllm_logs_and_goes_on_from_is_not_why_a_process_did_not_s
     """As each of several GPUs without NVLink does before it starts, which is normal as vLLM says itself."""
     for name in ("vllm", "vllm.v1.executor"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
-    with vllm_plugin.noting_errors(None) as first_error:
+    with vllm_plugin.note_errors(None) as first_error:
         vllm_plugin.register()
         for text, module in (("Not Supported", "vllm.platforms.cuda"), ("no memory", multiproc_executor.__name__)):
             try:
