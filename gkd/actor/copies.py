@@ -51,9 +51,9 @@ class Copies:
         if self.group is None:
             return
         trained = [p for p in parameters if p.requires_grad]
-        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-        dist.all_reduce(there, dist.ReduceOp.MAX)  # among the hosts
-        for p, any_has in zip(trained, there.tolist(), strict=True):
+        has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)  # among the hosts
+        for p, any_has in zip(trained, has_gradient.tolist(), strict=True):
             if any_has:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(take_local(p.grad), group=self.group)

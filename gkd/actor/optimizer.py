@@ -95,14 +95,14 @@ class HostAdamW(torch.optim.AdamW):
         whole = [take_local(p).view(-1), take_local(p.grad).reshape(-1), *(state[name].view(-1) for name in MOMENTS)]
         for start in range(0, len(whole[0]), SLICE):
             weight, gradient, *moments = (values[start : start + SLICE] for values in whole)
-            here = transit.bring(moments)
+            on_device = transit.bring(moments)
             adamw_step(
-                [weight], [gradient], [here[0]], [here[1]], [],
+                [weight], [gradient], [on_device[0]], [on_device[1]], [],
                 [torch.full((), float(state["step"]), device=device)],  # of this slice, whose step counts it up
                 foreach=False, fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
                 lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
-            transit.write_back(moments, here)
+            transit.write_back(moments, on_device)
         state["step"] += 1
 
 
@@ -129,19 +129,20 @@ class _Transit:
         with torch.cuda.stream(self._coming):
             if (left := self._left[slot]) is not None:
                 self._coming.wait_event(left)
-            here = [to[: len(m)].copy_(m, non_blocking=True) for to, m in zip(self._slots[slot], moments, strict=True)]
+            places = zip(self._slots[slot], moments, strict=True)
+            on_device = [to[: len(m)].copy_(m, non_blocking=True) for to, m in places]
             arrived = self._coming.record_event()
         torch.cuda.current_stream(self._device).wait_event(arrived)
-        return here
+        return on_device
 
-    def write_back(self, moments: list[Tensor], here: list[Tensor]) -> None:
+    def write_back(self, moments: list[Tensor], on_device: list[Tensor]) -> None:
         """Write back what :meth:`bring` brought, once it is computed."""
         if self._device.type == "cpu":
             return
-        done = torch.cuda.current_stream(self._device).record_event()
+        computed = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.stream(self._going):
-            self._going.wait_event(done)
-            for m, changed in zip(moments, here, strict=True):
+            self._going.wait_event(computed)
+            for m, changed in zip(moments, on_device, strict=True):
                 m.copy_(changed, non_blocking=True)
             self._left[self._number % SLICES] = self._going.record_event()
         self._number += 1

@@ -72,13 +72,13 @@ class RankState:
         self._staging.freeze()
         _abort_process_group()
 
-    def take_over(self, kept: RankSnapshot) -> None:
+    def take_over(self, snapshot: RankSnapshot) -> None:
         """Go on with what the process before this one had."""
-        put_part(self._optimizer, kept.part)
+        put_part(self._optimizer, snapshot.part)
         self._trainer.reread_optimizer()
-        self._trainer.old, self._trainer.reference = kept.old, kept.reference
-        self._trainer.start_version = kept.version
-        self._staging.set(kept.applied, kept.rows)
+        self._trainer.old, self._trainer.reference = snapshot.old, snapshot.reference
+        self._trainer.start_version = snapshot.version
+        self._staging.set(snapshot.applied, snapshot.rows)
 
     def stage(self) -> AppliedUpdate | None:
         """Copy weights and optimizer state for :meth:`write_staged`, on any thread, whatever this rank is doing.

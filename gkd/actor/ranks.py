@@ -84,14 +84,14 @@ class ActorRanks:
         if self._writing is not None:  # a checkpoint, which would end with them
             with suppress(RunFailed):  # late, which is known to those who wait for it
                 wait(self._writing, self.config.trainer.save_timeout_s)
-        kept = self.group.submit_control("state.keep", activity="handing on what the ranks have")
-        if not is_done(kept, min(KEEP_S, limit)):  # copies may be stuck behind kernels that wait for another rank
+        snapshots = self.group.submit_control("state.keep", activity="handing on what the ranks have")
+        if not is_done(snapshots, min(KEEP_S, limit)):  # copies may be stuck behind kernels that wait for another rank
             self.group.submit_control("state.abort_collectives", activity="aborting what the ranks wait in")
-        wait(kept, limit)
+        wait(snapshots, limit)
         self.group = self._restart()
         gather([self.submit_build()], limit)
         self.load()
-        gather([self.group.submit_each("state.take_over", [[ref] for ref in kept.refs])], limit)
+        gather([self.group.submit_each("state.take_over", [[ref] for ref in snapshots.refs])], limit)
 
     def offload(self) -> None:
         """Have all ranks move what they hold to the host."""

@@ -61,8 +61,8 @@ def make_empty_part(optimizer: Optimizer) -> Part:
 @torch.no_grad()
 def put_part(optimizer: Optimizer, part: Part) -> None:
     """Put back in place what :func:`part_of` copied from a rank that is sharded alike."""
-    for p, kept in zip(parameters_of(optimizer), part, strict=True):
-        _put(p, {name: torch.tensor(value) for name, value in kept.items()}, optimizer.state[p])
+    for p, state in zip(parameters_of(optimizer), part, strict=True):
+        _put(p, {name: torch.tensor(value) for name, value in state.items()}, optimizer.state[p])
 
 
 def write_part(optimizer: Optimizer, part: Part, file: Path) -> Checksum:
@@ -71,9 +71,9 @@ def write_part(optimizer: Optimizer, part: Part, file: Path) -> Checksum:
     Names are the optimizer's: in the middle of a pass, FSDP has whole parameters in the model's place of shards.
     """
     arrays, shards = {}, {}
-    for (name, p), kept in zip(_named_parameters(optimizer), part, strict=True):
+    for (name, p), state in zip(_named_parameters(optimizer), part, strict=True):
         shards[name] = {"shape": list(p.shape), "start": _start(p)}
-        arrays.update({f"{kind}.{name}": value for kind, value in kept.items()})
+        arrays.update({f"{kind}.{name}": value for kind, value in state.items()})
     try:
         save_file(arrays, file, {_SHARDS: json.dumps(shards)})
         apply_umask([file])

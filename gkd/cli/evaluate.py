@@ -91,15 +91,15 @@ def _names_a_run(override: str) -> bool:
     return "/" in override and (user_path(override) / "config.yaml").exists()
 
 
-def _compose_for_run(named: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
+def _compose_for_run(directory: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
     from gkd.config import escape, user_path
     from gkd.config.compose import compose
     from gkd.config.overrides import overrides_of
     from gkd.driver.checkpoints.run_models import models_of_run, settings_of
 
-    run = user_path(named).absolute()
+    run = user_path(directory).absolute()
     if not (run / "config.yaml").exists():
-        raise ConfigError(f"{named}: no run is there (its config.yaml); models.NAME=DIR measures a model by itself")
+        raise ConfigError(f"{directory}: no run is there (its config.yaml); models.NAME=DIR measures a model by itself")
     config = compose([str(run / "config.yaml")])
     models = models_of_run(run, config)
     with_sets = not any(_NAMED_SETS.fullmatch(override.lstrip("+").partition("=")[0]) for override in overrides)

@@ -67,14 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     from gkd.cli.launch.jobs import Jobs
     from gkd.cli.train import require_recipe
 
-    chosen = [name for name in ("status", "attach", "stop") if getattr(options, name) is not None]
-    if len(chosen) > 1 or (chosen and (options.overrides or options.follow)):
+    actions = [name for name in ("status", "attach", "stop") if getattr(options, name) is not None]
+    if len(actions) > 1 or (actions and (options.overrides or options.follow)):
         raise ConfigError("--status, --attach, --stop and a run to submit exclude each other")
     if any(getattr(options, name) == "" for name in ("attach", "stop")):
-        raise ConfigError(f"--{chosen[0]} needs the name of a job; --status lists them")
-    if chosen and options.multirun:
-        raise ConfigError(f"--multirun is for runs to submit, not for --{chosen[0]}")
-    runs = [] if chosen else _runs(options.overrides, options.multirun)
+        raise ConfigError(f"--{actions[0]} needs the name of a job; --status lists them")
+    if actions and options.multirun:
+        raise ConfigError(f"--multirun is for runs to submit, not for --{actions[0]}")
+    runs = [] if actions else _runs(options.overrides, options.multirun)
     for run in runs:
         require_recipe(run.config, "gkd submit --address http://HOST:8265")
     jobs = Jobs(_address(options.address))
@@ -101,10 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _address(named: str | None) -> str:
+def _address(option: str | None) -> str:
     from gkd.cluster.session import local
 
-    address = named or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
+    address = option or os.environ.get("RAY_API_SERVER_ADDRESS") or local.dashboard()
     if not address:
         raise ConfigError(
             "no --address, and launch/ray_cluster.sh started no head here: --address http://HOST:8265 names the "
@@ -146,17 +146,17 @@ def _submit(jobs: Jobs, runs: Sequence[JobRun], follow: bool) -> int:
     from gkd.cli.launch.package import pack
     from gkd.cli.launch.paths import resolve_paths, settings_file
 
-    here = Path.cwd()
+    working_dir = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "working_dir.zip"
         commands, further = [], dict[Path, Path]()
         for run in runs:
-            overrides, file = settings_file(run.overrides, here)
-            commands.append(["-m", "gkd.main", *overrides, *resolve_paths(run.config, here, run.output)])
+            overrides, file = settings_file(run.overrides, working_dir)
+            commands.append(["-m", "gkd.main", *overrides, *resolve_paths(run.config, working_dir, run.output)])
             further |= file
-        n_files, left_out = pack(here, package, further)
+        n_files, left_out = pack(working_dir, package, further)
         without = f", without {', '.join(left_out)}" if left_out else ""
-        print(f"packed {n_files} files of {here}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
+        print(f"packed {n_files} files of {working_dir}, {package.stat().st_size / 1e6:.1f} MB{without}", flush=True)
         for run, command in zip(runs, commands, strict=True):
             jobs.submit(
                 run.name, f'{FIND_PYTHON}; exec "${{python:-python}}" {shlex.join(command)}', package, run.output

@@ -92,13 +92,13 @@ def sweep(overrides: Sequence[str], configure: Callable[[Sequence[str]], Config]
 
 def keep_file(runs: Sequence[SweptRun], directory: Path) -> list[SweptRun]:
     """Return runs that have a copy in ``directory`` in place of a file of settings, which may be edited meanwhile."""
-    kept = directory / SETTINGS
+    copy = directory / SETTINGS
     files = {override for run in runs for override in run.overrides if names_file(override)}
     for file in files:  # of several, one is refused before
         with contextlib.suppress(shutil.SameFileError):
-            shutil.copyfile(user_path(file), kept)
-    named = dict.fromkeys(files, str(kept))
-    return [replace(run, overrides=tuple(named.get(text, text) for text in run.overrides)) for run in runs]
+            shutil.copyfile(user_path(file), copy)
+    copies = dict.fromkeys(files, str(copy))
+    return [replace(run, overrides=tuple(copies.get(text, text) for text in run.overrides)) for run in runs]
 
 
 def _require_files(configs: Sequence[Config]) -> None:

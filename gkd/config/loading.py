@@ -77,10 +77,10 @@ def dump_run(requested: Config, ran: Config) -> str:
 
     That the run goes on is left out, for one that begins with its settings.
     """
-    there, here = requested.model_dump(), ran.model_dump()
-    here["trainer"]["resume"] = there["trainer"]["resume"] = False
-    here |= {REQUESTED: decided} if (decided := _find_differences(there, here)) else {}
-    return str(OmegaConf.to_yaml(OmegaConf.create(escape(here))))
+    requested_values, ran_values = requested.model_dump(), ran.model_dump()
+    ran_values["trainer"]["resume"] = requested_values["trainer"]["resume"] = False
+    ran_values |= {REQUESTED: decided} if (decided := _find_differences(requested_values, ran_values)) else {}
+    return str(OmegaConf.to_yaml(OmegaConf.create(escape(ran_values))))
 
 
 def _find_differences(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

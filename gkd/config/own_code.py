@@ -198,17 +198,17 @@ def _neighbours(file: Path) -> list[tuple[str, Path]]:
 
     Of a package it is the file that makes it one, or else its folder. Python may have another module of a name.
     """
-    found: dict[str, Path] = {}
+    places: dict[str, Path] = {}
     files = [file]
     while files:
         for name in _find_imported_modules(files.pop()):
             place = _find_neighbour(file.parent, name)
-            if place is None or place == file or name in found or name == __package__.partition(".")[0]:
+            if place is None or place == file or name in places or name == __package__.partition(".")[0]:
                 continue
             if _is_imported(name, place):
-                found[name] = place
+                places[name] = place
                 files += _files_of(place)
-    return sorted(found.items())
+    return sorted(places.items())
 
 
 def _is_imported(name: str, place: Path) -> bool:

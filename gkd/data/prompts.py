@@ -48,22 +48,22 @@ def load_prompts(
 
     Raises ConfigError also when no prompt fits into ``data.max_prompt_length``.
     """
-    kept: list[Prompt] = []
+    fitting: list[Prompt] = []
     n_too_long, shortest = 0, 0
     longest = data.max_prompt_length
     for prompts in read_prompts(files, data, tokenizer, columns):
         for prompt in prompts:
             length = len(prompt.token_ids)
             if length <= longest:
-                kept.append(prompt)
+                fitting.append(prompt)
             else:
                 n_too_long += 1
                 shortest = min(shortest, length) if shortest else length
-        if limit is not None and len(kept) >= limit:
-            return PromptSet(kept[:limit], n_too_long)
-    if not kept:
+        if limit is not None and len(fitting) >= limit:
+            return PromptSet(fitting[:limit], n_too_long)
+    if not fitting:
         raise make_too_long_error(files, longest, shortest)
-    return PromptSet(kept, n_too_long)
+    return PromptSet(fitting, n_too_long)
 
 
 def read_prompts(files: Sequence[str], data: Data, tokenizer: Any, columns: bool = False) -> Iterator[Sequence[Prompt]]:
@@ -143,8 +143,8 @@ def _digest_question(row: Row, data: Data, answers: tuple[str, ...]) -> str:
     if data.prompt_template is None:
         question = prompt_of(row, prompt_key(row, data))
     else:
-        asked = {name: row.find(name) for name in columns_of(row, data.prompt_template)}
-        question = asked if len(asked) > 1 else next(iter(asked.values()))
+        columns = {name: row.find(name) for name in columns_of(row, data.prompt_template)}
+        question = columns if len(columns) > 1 else next(iter(columns.values()))
     if isinstance(question, list):
         messages = messages_to_answer(question)
         question = [message for message in messages if message["role"] != "system"] or messages
@@ -180,12 +180,14 @@ def _tokenise(rows: list[Row], values: list[Any], tokenizer: Any, data: Data) ->
         complete.append(not isinstance(value, str) or begins_itself(value, getattr(tokenizer, "bos_token", None)))
         _require_text(row, key, texts[-1])
     (before, after), ids = special_ids_around(tokenizer), [list[int]()] * len(texts)
-    left, n_characters = list(range(len(texts))), max(1000, 2 * LENGTHS_COUNTED * CHARACTERS_A_TOKEN * longest)
-    while left:  # by beginnings: ten million tokens would take a minute
-        beginnings = [texts[i][:n_characters] for i in left]
+    unfinished, n_characters = list(range(len(texts))), max(1000, 2 * LENGTHS_COUNTED * CHARACTERS_A_TOKEN * longest)
+    while unfinished:  # by beginnings: ten million tokens would take a minute
+        beginnings = [texts[i][:n_characters] for i in unfinished]
         encoded = tokenizer(beginnings, add_special_tokens=False, verbose=False)["input_ids"]
-        for i, token_ids in zip(left, encoded, strict=True):
+        for i, token_ids in zip(unfinished, encoded, strict=True):
             ids[i] = token_ids if complete[i] else [*before, *token_ids, *after]
-        left = [i for i in left if len(texts[i]) > n_characters and len(ids[i]) <= LENGTHS_COUNTED * longest]
+        unfinished = [
+            i for i in unfinished if len(texts[i]) > n_characters and len(ids[i]) <= LENGTHS_COUNTED * longest
+        ]
         n_characters *= 4
     return texts, ids

@@ -159,8 +159,8 @@ def _fingerprint_served(client: ScoringClient, saved: SavedCheckpoint | None) ->
     return served
 
 
-def _note_server(text: str, there: bool) -> None:
-    log.log(logging.INFO if there else logging.WARNING, text, extra={"kind": "restart" if there else "death"})
+def _note_server(text: str, is_back: bool) -> None:
+    log.log(logging.INFO if is_back else logging.WARNING, text, extra={"kind": "restart" if is_back else "death"})
 
 
 def _forget_after(saved: SavedCheckpoint, output: Path) -> int:

@@ -132,9 +132,9 @@ def make_prompt(question: Question, prompt: str | Messages, tokenizer: Any) -> P
 
     Raises RunFailed for messages that the template does not take.
     """
-    asked = question.prompt
-    if isinstance(prompt, str) and asked.messages is not None:
-        prompt = [*asked.messages[:-1], {**asked.messages[-1], "content": prompt}]
+    original = question.prompt
+    if isinstance(prompt, str) and original.messages is not None:
+        prompt = [*original.messages[:-1], {**original.messages[-1], "content": prompt}]
     before, after = list[int](), list[int]()
     try:
         if isinstance(prompt, str):
@@ -142,9 +142,9 @@ def make_prompt(question: Question, prompt: str | Messages, tokenizer: Any) -> P
             if not begins_itself(prompt, tokenizer.bos_token):
                 before, after = special_ids_around(tokenizer)
         else:
-            kwargs = template_variables(question.chat_template_kwargs, asked.tools)
+            kwargs = template_variables(question.chat_template_kwargs, original.tools)
             text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False, **kwargs)
         ids = [*before, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *after]
     except Exception as error:  # a template raises whatever it meets
         raise RunFailed(f"a strategy's messages do not become a prompt: {one_line(error)}") from None
-    return replace(asked, token_ids=np.asarray(ids, dtype=np.int32))
+    return replace(original, token_ids=np.asarray(ids, dtype=np.int32))

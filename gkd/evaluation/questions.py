@@ -120,10 +120,10 @@ def _data(name: str, settings: EvalSet, longest: int) -> Data:
 
 def number_repeated(prompts: Iterable[Prompt]) -> list[str]:
     """Return a key for each prompt, the same in every run: its ``question``, with a number where that repeats."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     keys = []
     for prompt in prompts:
-        seen[prompt.question] += 1
-        number = seen[prompt.question]
+        counts[prompt.question] += 1
+        number = counts[prompt.question]
         keys.append(prompt.question if number == 1 else f"{prompt.question}-{number}")
     return keys

@@ -50,18 +50,18 @@ class AdaptiveRetrieval(Retrieval):
 
     async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; ``iterations`` counts how often the model was asked."""
-        passages, seen, cost = self._passages(row), list[str](), 0.0
+        passages, notes, cost = self._passages(row), list[str](), 0.0
         most = self.config.k if passages is None else min(self.config.k, len(passages))
         further = "think further, then your next thought" if passages is None else "another passage, and nothing else"
         for step in range(most):
             task = f"Reply with the answer, or with MORE if you need {further}."
-            reply = await generate(self._prompt(generate.question, seen, task))
+            reply = await generate(self._prompt(generate.question, notes, task))
             cost += reply.n_tokens
             request = MORE.match(reply.conclusion)
             if request is None:
                 return Answer(reply.text, cost, step + 1)
-            seen.append(reply.conclusion[request.end() :] if passages is None else passages[step])
-        reply = await generate(self._prompt(generate.question, seen, "Reply with the answer."))
+            notes.append(reply.conclusion[request.end() :] if passages is None else passages[step])
+        reply = await generate(self._prompt(generate.question, notes, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, most + 1)
 
 
@@ -70,12 +70,12 @@ class FixedRetrieval(Retrieval):
 
     async def __call__(self, generate: GenerateFn, row: Columns) -> Answer:
         """Answer one question; ``iterations`` counts how often the model was asked."""
-        passages, seen, cost = self._passages(row), list[str](), 0.0
+        passages, notes, cost = self._passages(row), list[str](), 0.0
         for step in range(self.config.k):
             passage = [] if passages is None or step >= len(passages) else [passages[step]]
             task = "Note in a sentence what helps with the answer." if passage else "Think one step further."
-            reply = await generate(self._prompt(generate.question, [*seen, *passage], task))
+            reply = await generate(self._prompt(generate.question, [*notes, *passage], task))
             cost += reply.n_tokens
-            seen += [*passage, reply.conclusion]
-        reply = await generate(self._prompt(generate.question, seen, "Reply with the answer."))
+            notes += [*passage, reply.conclusion]
+        reply = await generate(self._prompt(generate.question, notes, "Reply with the answer."))
         return Answer(reply.text, cost + reply.n_tokens, self.config.k + 1)

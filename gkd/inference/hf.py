@@ -161,20 +161,20 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         if not self.waiting:
             return []
         sampling = self.waiting[0][1].sampling
-        chosen = [w for w in self.waiting if w[1].sampling == sampling][: self.max_batch]
-        keys = {key for key, _ in chosen}
+        batch = [w for w in self.waiting if w[1].sampling == sampling][: self.max_batch]
+        keys = {key for key, _ in batch}
         self.waiting = [w for w in self.waiting if w[0] not in keys]
         with torch.no_grad():
-            return self._generate(chosen, sampling)
+            return self._generate(batch, sampling)
 
-    def _generate(self, chosen: list[tuple[int, SampleRequest]], sampling: Sampling) -> list[tuple[int, Sample]]:
+    def _generate(self, batch: list[tuple[int, SampleRequest]], sampling: Sampling) -> list[tuple[int, Sample]]:
         import torch
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         end = self.eos_ids[0] if self.eos_ids else 0
-        ids, mask = pad([r.prompt.token_ids for _, r in chosen], end, "left")  # generation goes on at the right
+        ids, mask = pad([r.prompt.token_ids for _, r in batch], end, "left")  # generation goes on at the right
         longest = ids.shape[1]
-        draw = _Draw(sampling, [request.seed for _, request in chosen], self.info.n_tokens, longest, self._count)
+        draw = _Draw(sampling, [request.seed for _, request in batch], self.info.n_tokens, longest, self._count)
         stops = _Stops(self.tokenizer, sampling.stop, longest) if sampling.stop else None
         ids, mask = ids.to(self.device), mask.to(self.device)
         if self._is_plain:
@@ -197,7 +197,7 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         stopped = {} if stops is None else stops.ends
         return [
             (key, self._finish(request, new[row], logprobs[row], ends[row], stopped.get(row)))
-            for row, (key, request) in enumerate(chosen)
+            for row, (key, request) in enumerate(batch)
         ]
 
     def _count(self) -> None:

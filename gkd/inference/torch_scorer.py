@@ -138,24 +138,24 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
     def _take_scores(self) -> list[tuple[int, ScoreRequest]]:
         """Take the sequences of the next pass, the one that has waited longest first."""
-        chosen: list[tuple[int, ScoreRequest]] = []
-        left: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
+        batch: list[tuple[int, ScoreRequest]] = []
+        remaining: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         lengths = 0, 0  # together, and of the longest
         for key, request in self._waiting:
-            if isinstance(request, ScoreRequest) and (not chosen or self._joins(request, chosen, *lengths)):
-                chosen.append((key, request))
+            if isinstance(request, ScoreRequest) and (not batch or self._joins(request, batch, *lengths)):
+                batch.append((key, request))
                 lengths = lengths[0] + len(request.token_ids), max(lengths[1], len(request.token_ids))
             else:
-                left.append((key, request))
-        self._waiting = left
-        return chosen
+                remaining.append((key, request))
+        self._waiting = remaining
+        return batch
 
     def _joins(
-        self, request: ScoreRequest, chosen: Sequence[tuple[int, ScoreRequest]], n_tokens: int, longest: int
+        self, request: ScoreRequest, batch: Sequence[tuple[int, ScoreRequest]], n_tokens: int, longest: int
     ) -> bool:
-        """Return whether there is room for ``request`` beside the ``chosen``, padded where the model takes rows."""
-        length, first = len(request.token_ids), chosen[0][1]
-        n_computed = n_tokens + length if self._is_packed else (len(chosen) + 1) * max(longest, length)
+        """Return whether there is room for ``request`` beside the ``batch``, padded where the model takes rows."""
+        length, first = len(request.token_ids), batch[0][1]
+        n_computed = n_tokens + length if self._is_packed else (len(batch) + 1) * max(longest, length)
         if n_computed > self._n_tokens:
             return False
         return self.device == "cuda" or self._padded_length(request) == self._padded_length(first)
@@ -164,19 +164,19 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
         return min(-(-len(request.token_ids) // PADDED_TO) * PADDED_TO, self.limits.max_length)
 
-    def _begin(self, chosen: list[tuple[int, ScoreRequest]]) -> _Pass:
+    def _begin(self, batch: list[tuple[int, ScoreRequest]]) -> _Pass:
         """Give the device the forward pass of some sequences."""
-        if not chosen:
+        if not batch:
             return _Pass()
         import torch
 
         with torch.inference_mode(), self._control_compiling():
-            scored = self._score(chosen)
+            scored = self._score(batch)
             if self.device != "cuda":
                 return _Pass(scored)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            return _Pass(scored, done)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            return _Pass(scored, event)
 
     @contextmanager
     def _control_compiling(self, allowed: bool = True) -> Iterator[None]:
@@ -191,13 +191,13 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         with allow_compiling(strict=False) if allowed else torch.compiler.set_stance("force_eager"):
             yield
 
-    def _score(self, chosen: list[tuple[int, ScoreRequest]]) -> list[_RequestRows]:
+    def _score(self, batch: list[tuple[int, ScoreRequest]]) -> list[_RequestRows]:
 
         from gkd.inference.scored_rows import RowShape, score_rows
         from gkd.modeling.backbone import hidden_states
 
         self.forward_passes += 1
-        requests = [request for _, request in chosen]
+        requests = [request for _, request in batch]
         lengths = [len(request.token_ids) for request in requests]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = self._to_device(np.concatenate([request.token_ids for request in requests]).astype(np.int64))
@@ -219,7 +219,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device], self._sums)
             ends = np.cumsum([len(own) for own in places]).tolist()
             for i, own, end in zip(members, places, ends, strict=True):
-                scored.append(_RequestRows(*chosen[i], rows, end - len(own), end))
+                scored.append(_RequestRows(*batch[i], rows, end - len(own), end))
         return scored
 
     def _to_device(self, array: Any) -> Tensor:
@@ -233,25 +233,25 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         """Take the prompts that are continued together, once one of them has waited longest: all that the model takes
         as long as the longest of them becomes when it has as many tokens as any.
         """
-        chosen: list[tuple[int, GenerateRequest]] = []
+        batch: list[tuple[int, GenerateRequest]] = []
         if not self._waiting or isinstance(self._waiting[0][1], ScoreRequest):
-            return chosen
-        left: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
+            return batch
+        remaining: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
         longest = most = 0
         for key, request in self._waiting:
             if isinstance(request, ScoreRequest):
-                left.append((key, request))
+                remaining.append((key, request))
                 continue
             lengths = max(longest, len(request.prompt_ids)), max(most, request.max_tokens)
-            if chosen and sum(lengths) > self.limits.max_length:
-                left.append((key, request))
+            if batch and sum(lengths) > self.limits.max_length:
+                remaining.append((key, request))
             else:
-                chosen.append((key, request))
+                batch.append((key, request))
                 longest, most = lengths
-        self._waiting = left
-        return chosen
+        self._waiting = remaining
+        return batch
 
-    def _continue(self, chosen: list[tuple[int, GenerateRequest]]) -> Iterator[tuple[int, Int32]]:
+    def _continue(self, batch: list[tuple[int, GenerateRequest]]) -> Iterator[tuple[int, Int32]]:
         """Decode greedily, prompts padded on the left."""
         import torch
 
@@ -262,20 +262,20 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         end = self._stop_ids[0] if self._stop_ids else 0
-        ids, mask = pad([request.prompt_ids for _, request in chosen], end, "left")
+        ids, mask = pad([request.prompt_ids for _, request in batch], end, "left")
         # Decoding has another shape at every token.
         with torch.inference_mode(), use_padded_rows(self.model), self._control_compiling(allowed=False):
             sequences = self.model.generate(
                 ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                max_new_tokens=max(request.max_tokens for _, request in chosen),
+                max_new_tokens=max(request.max_tokens for _, request in batch),
                 do_sample=False,
                 eos_token_id=self._stop_ids or None,
                 pad_token_id=end,
                 stopping_criteria=[note_pass],
             )
         new: Int32 = sequences[:, ids.shape[1] :].cpu().numpy().astype(np.int32)
-        for (key, request), row in zip(chosen, new, strict=True):
+        for (key, request), row in zip(batch, new, strict=True):
             ends = np.flatnonzero(np.isin(row, self._stop_ids))
             yield key, row[: min(request.max_tokens, int(ends[0]) + 1 if len(ends) else len(row))]
 

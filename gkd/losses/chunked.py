@@ -67,11 +67,11 @@ def evaluate_in_chunks(
 
     Raises ValueError where ``chunk`` is not positive.
     """
-    kept: Values = {}
+    collected: Values = {}
     for start, rows in _chunks(hidden, chunk):
         for first, block in _blocks(head(rows), start, roomy):
-            _keep(kept, of(block, first), first, len(hidden))
-    return kept
+            _keep(collected, of(block, first), first, len(hidden))
+    return collected
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def differentiate_in_chunks(
     of its own would be gathered and reduced once a call, and ranks with different numbers of chunks would deadlock.
     """
     source, through = hidden.detach(), head_pass(head)
-    slope, kept = torch.empty_like(source), Values()
+    slope, collected = torch.empty_like(source), Values()
     for start, rows in _chunks(source, chunk):
 
         def differentiate(logits: Tensor, into: Tensor, start: int = start) -> None:
@@ -106,12 +106,12 @@ def differentiate_in_chunks(
                     leaf = block.detach().requires_grad_()
                     share, values = of(leaf, first)
                 place.copy_(torch.autograd.grad(share, leaf)[0])
-                _keep(kept, values, first, len(source))
+                _keep(collected, values, first, len(source))
 
         slope[start : start + len(rows)] = through(rows, differentiate)
     slopes: dict[Tensor, Tensor] = {hidden: slope} if hidden.requires_grad else {}
     slopes |= through.slopes
-    return kept, Gradients(tuple(slopes), list(slopes.values()))
+    return collected, Gradients(tuple(slopes), list(slopes.values()))
 
 
 def _chunks(hidden: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
@@ -125,15 +125,15 @@ def _blocks(logits: Tensor, start: int, roomy: bool) -> Iterator[tuple[int, Tens
     return zip(starts, torch.split(logits, rows), strict=True)
 
 
-def _keep(kept: Values, values: Values, start: int, n: int) -> None:
+def _keep(collected: Values, values: Values, start: int, n: int) -> None:
     """Copy the values of some positions into those of all ``n``.
 
     Small tensors that outlive their block would each take a place in the heap that the next block then does not fit in.
     """
     for name, value in values.items():
-        if name not in kept:
-            kept[name] = value.detach().new_empty(n)
-        kept[name][start : start + len(value)] = value.detach()
+        if name not in collected:
+            collected[name] = value.detach().new_empty(n)
+        collected[name][start : start + len(value)] = value.detach()
 
 
 def require_values(values: Any, n: int, source: Tensor, setting: str) -> None:

@@ -41,13 +41,13 @@ class Head:
         if type(layer) is not nn.Linear:
             return None
         if self._linear is None:
-            row, seen = hidden.new_zeros(1, hidden.shape[-1]), list[Tensor]()
-            handle = layer.register_forward_hook(lambda _, inputs, result: seen.extend((*inputs, result)))
+            row, captured = hidden.new_zeros(1, hidden.shape[-1]), list[Tensor]()
+            handle = layer.register_forward_hook(lambda _, inputs, result: captured.extend((*inputs, result)))
             try:
                 logits = self(row)
             finally:
                 handle.remove()
-            self._linear = len(seen) == 2 and _is_view(seen[0], row) and _is_view(logits, seen[1])
+            self._linear = len(captured) == 2 and _is_view(captured[0], row) and _is_view(logits, captured[1])
         return layer if self._linear else None
 
     def __call__(self, hidden: Tensor) -> Tensor:

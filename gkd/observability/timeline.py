@@ -100,14 +100,14 @@ class Timeline:
         or of the driver.
         """
         new = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
-        done = [*new.items(), (DRIVER, list(own))]
-        spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in done}
-        self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in done}
+        lanes = [*new.items(), (DRIVER, list(own))]
+        spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in lanes}
+        self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in lanes}
         if abs(stages.start - self._ended) < SHORTEST_S:  # one moment, of which two clocks were read twice
             stages = dataclasses.replace(stages, start=self._ended)
         self._ended, length = stages.end, max(stages.end - stages.start, 1e-9)
         events = [self._event("driver", name, a, b, step) for name, a, b in stages.spans() if b - a > SHORTEST_S]
-        events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in done[-1][1]]
+        events += [self._event(DRIVER, s.name, s.start, s.end, stages.step_of(s, step)) for s in lanes[-1][1]]
         busy: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, float] = defaultdict(float)
         pace = _find_slowest_scorer(spans, stages) or self._elsewhere

@@ -86,13 +86,13 @@ class ChatModel:
                 failures.append(f"{self._describe_failure(error)} (attempt {attempt} of {n})")
                 if attempt == n or not _may_pass(error):
                     break
-                left = max(0.0, start + attempt * limit_s - clock())  # so that the next attempt has all of its own time
+                left_s = max(0.0, start + attempt * limit_s - clock())  # the next attempt has all of its own
                 pause = _read_requested_pause(error)
                 if pause is None:
-                    pause = min(_choose_pause(attempt, self._has_answered), left)
-                elif pause > left:
+                    pause = min(_choose_pause(attempt, self._has_answered), left_s)
+                elif pause > left_s:
                     setting = f"{self._section}.timeout_s={limit_s:g}"
-                    failures[-1] += f"; it asks to wait {pause:.0f} s, and {setting} leaves {left:.0f} s"
+                    failures[-1] += f"; it asks to wait {pause:.0f} s, and {setting} leaves {left_s:.0f} s"
                     break
             await asyncio.sleep(pause)
         raise RunFailed(f"{self._name} {failures[-1]}")

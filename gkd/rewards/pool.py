@@ -140,14 +140,14 @@ class RewardPool:
             else:
                 future.set_result(reward)
 
-    def _take_next(self, process: RewardProcess, done: str | None) -> RewardCall | None:
-        """Wait for what a process that has evaluated ``done`` is to evaluate next; None once closed.
+    def _take_next(self, process: RewardProcess, evaluated: str | None) -> RewardCall | None:
+        """Wait for what a process that has evaluated ``evaluated`` is to evaluate next; None once closed.
 
         That is of the function which the fewest work at, so that one that many wait for holds up no other.
         """
         with self._changed:
-            if done is not None:
-                self._n_at_work[done] -= 1
+            if evaluated is not None:
+                self._n_at_work[evaluated] -= 1
             if self._turning is process:
                 self._turning = None
             self._changed.wait_for(lambda: any(self._waiting.values()) or self._closed)

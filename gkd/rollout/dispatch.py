@@ -49,7 +49,7 @@ class RequestDispatcher:
 
     def hand_out(self, without: Collection[int] = ()) -> dict[int, list[SampleRequest]]:
         """Fill the free places of the engines, those ``without`` excepted; return what each is to be given now."""
-        chosen: dict[int, list[SampleRequest]] = {}
+        by_engine: dict[int, list[SampleRequest]] = {}
         loads = {engine: self.load(engine) for engine in self.at_work} if self._waiting else {}
         by_load = [(load, engine) for engine, load in loads.items() if engine not in without]
         heapq.heapify(by_load)
@@ -69,8 +69,8 @@ class RequestDispatcher:
             engine = self._engine_for(request, emptiest, loads, without)
             self.at_work[engine][key] = request
             loads[engine] += 1
-            chosen.setdefault(engine, []).append(request)
-        return chosen
+            by_engine.setdefault(engine, []).append(request)
+        return by_engine
 
     def load(self, engine: int) -> int:
         """Return how many requests an engine has that it has not generated."""

@@ -117,19 +117,19 @@ class RolloutGroup:
         Raises as :meth:`collect`; ``timeout_s`` is for what is waited here.
         """
         self._sample_lost_again()
-        deadline, left, began = Deadline(timeout_s, self._measure_idle), deque(keys), False
-        while left:
-            there: list[TrainingSample] = []
-            while left and left[0] in self._done:
-                there.append(self._hand_over(left.popleft()))
-            if there or not began:
+        deadline, remaining, began = Deadline(timeout_s, self._measure_idle), deque(keys), False
+        while remaining:
+            finished: list[TrainingSample] = []
+            while remaining and remaining[0] in self._done:
+                finished.append(self._hand_over(remaining.popleft()))
+            if finished or not began:
                 began = True
-                yield there
+                yield finished
                 deadline = Deadline(timeout_s, self._measure_idle)  # what is done with them is no waiting
                 continue
             self._refresh()
             if deadline.is_over():
-                missing = sum(key not in self._done for key in left)
+                missing = sum(key not in self._done for key in remaining)
                 raise RunFailed(self._describe_delay(f"{missing} samples are not finished and scored", timeout_s))
             self._work(deadline.end)
 

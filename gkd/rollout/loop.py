@@ -42,28 +42,28 @@ class EngineLoop:
         ``weights.timeout_s``, and what is made of the loop's end where it ends before.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        done: Future[CallResult] = Future()
+        future: Future[CallResult] = Future()
         with self._lock:
             if self._ended is not None:
                 raise self._failure_of(activity, self._ended)
-            self._called[done] = activity
+            self._called[future] = activity
 
         def command() -> None:
             try:
-                done.set_result(run())
+                future.set_result(run())
             except BaseException as error:
-                done.set_exception(self._cause_of(error))
+                future.set_exception(self._cause_of(error))
 
         self._commands.put(command)
         try:
-            return done.result(timeout_s)
+            return future.result(timeout_s)
         except TimeoutError:
             raise WorkerHung(
                 f"rollout rank {self._rank} did not {activity} within {timeout_s:g} s (weights.timeout_s)"
             ) from None
         finally:
             with self._lock:
-                self._called.pop(done, None)
+                self._called.pop(future, None)
 
     def _failure_of(self, activity: str, end: BaseException) -> BaseException:
         if isinstance(end, WorkerHung):
@@ -88,9 +88,9 @@ class EngineLoop:
             cause = self._cause_of(error)
             with self._lock:
                 self._ended, called = cause, dict(self._called)
-            for done, activity in called.items():  # this thread, which will not come to them
-                if not done.done():
-                    done.set_exception(self._failure_of(activity, cause))
+            for future, activity in called.items():  # this thread, which will not come to them
+                if not future.done():
+                    future.set_exception(self._failure_of(activity, cause))
             if cause is error:
                 raise
             raise cause from error

@@ -92,12 +92,12 @@ class ScoringPipeline:
         if not futures:
             self._hand_on(group)
             return
-        left, lock = [len(futures)], threading.Lock()
+        n_unfinished, lock = [len(futures)], threading.Lock()
 
         def count_down(_: Future[Any]) -> None:
             with lock:
-                left[0] -= 1
-                done = left[0] == 0
+                n_unfinished[0] -= 1
+                done = n_unfinished[0] == 0
             if not done:
                 return
             try:

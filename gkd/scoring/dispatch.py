@@ -80,7 +80,7 @@ class Dispatcher:
         self.welcomes: dict[str, Future[wire.Welcome]] = {address: Future() for address in addresses}
         self.counts: Counter[str] = Counter()
         """How many requests were "retried", answers came "late" and were dropped, and replicas were "lost"."""
-        self.on_change: Callable[[str, bool], None] = lambda text, there: None
+        self.on_change: Callable[[str, bool], None] = lambda text, is_back: None
         """Is given a line, on this client's thread, when a replica that was in is out (False), or in again (True)."""
         self._lost: set[str] = set()  # names of those that are out
         self._inbox: deque[PendingRequest] = deque()
@@ -346,18 +346,18 @@ class Dispatcher:
             self._fail(pending, why)
 
     def _send_waiting(self, now: float) -> None:
-        kept: list[PendingRequest] = []
-        chosen: dict[Replica, list[tuple[PendingRequest, bytes]]] = {}
+        unsent: list[PendingRequest] = []
+        by_replica: dict[Replica, list[tuple[PendingRequest, bytes]]] = {}
         while self._waiting and any(replica.has_room for replica in self.replicas):
             pending = heapq.heappop(self._waiting)
             if (replica := self._replica_for(pending)) is None:
-                kept.append(pending)
+                unsent.append(pending)
             elif (frame := self._frame_for(pending, replica)) is not None:
                 replica.outstanding[pending.id] = pending
-                chosen.setdefault(replica, []).append((pending, frame))
-        for replica, requests in chosen.items():
-            kept += self._send(replica, requests, now)
-        for pending in kept:
+                by_replica.setdefault(replica, []).append((pending, frame))
+        for replica, requests in by_replica.items():
+            unsent += self._send(replica, requests, now)
+        for pending in unsent:
             heapq.heappush(self._waiting, pending)
 
     @property

@@ -123,12 +123,12 @@ class ScoringServer:
         return jobs
 
     def _run_when_idle(self, act: Callable[[], None], asleep: bool, activity: str, timeout_s: float) -> None:
-        done: Future[None] = Future()
-        self._commands.put((done, act, asleep))
+        future: Future[None] = Future()
+        self._commands.put((future, act, asleep))
         if self._ended:  # it has refused what came before it ended, and nobody else comes for this one
             self._refuse_commands()
         try:
-            done.result(timeout_s)
+            future.result(timeout_s)
         except TimeoutError:
             engine = f"the engine at {self.address}"
             raise RunFailed(f"{engine} did not {activity} within {timeout_s:g} s (weights.timeout_s)") from None
@@ -136,21 +136,21 @@ class ScoringServer:
     def _refuse_commands(self) -> None:
         with suppress(queue.Empty):
             while True:
-                done, _, _ = self._commands.get_nowait()
-                done.set_exception(RunFailed(f"the engine at {self.address} has ended"))
+                future, _, _ = self._commands.get_nowait()
+                future.set_exception(RunFailed(f"the engine at {self.address} has ended"))
 
     def _command(self) -> bool:
         """Run another thread's command, if there is one; while asleep nothing else can come, so it is waited for."""
         try:
-            done, act, asleep = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
+            future, act, asleep = self._commands.get(block=self._asleep, timeout=IDLE_POLL_S)
         except queue.Empty:
             return False
         try:
             act()
             self._asleep = asleep
-            done.set_result(None)
+            future.set_result(None)
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
         return True
 
     def _work(self) -> None:

@@ -72,19 +72,19 @@ class DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (owner := self._owners.get(_storage(target))) is None:
             return
         layer, name = owner
-        kept = self._kept.setdefault(layer, {})
-        if name not in kept:
+        parameters = self._kept.setdefault(layer, {})
+        if name not in parameters:
             with layerwise.get_layerwise_info(layer).restore_device:
-                kept[name] = materialize_meta_tensor(layer._parameters[name])
-        kept[name].as_strided(target.size(), target.stride(), target.storage_offset()).copy_(source)
-        self._copied[kept[name]] += target.numel()
+                parameters[name] = materialize_meta_tensor(layer._parameters[name])
+        parameters[name].as_strided(target.size(), target.stride(), target.storage_offset()).copy_(source)
+        self._copied[parameters[name]] += target.numel()
 
     def process(self, whole: bool) -> None:
         """Have layers take over what was kept for them once that is all they lack, or ``whole``: in any case."""
-        for layer, kept in list(self._kept.items()):
+        for layer, parameters in list(self._kept.items()):
             info = layerwise.get_layerwise_info(layer)
             lacking = layerwise.get_layer_size(layer) - info.load_numel
-            if whole or sum(min(self._copied[t], get_tensor_load_numel(t)) for t in kept.values()) >= lacking:
+            if whole or sum(min(self._copied[t], get_tensor_load_numel(t)) for t in parameters.values()) >= lacking:
                 for name, tensor in self._kept.pop(layer).items():
                     delattr(layer, name)
                     layer.register_parameter(name, tensor)

@@ -80,17 +80,17 @@ def _places() -> dict[str, Path]:
     return places | ({local.DIRECTORY: local.directory()} if os.environ.get(local.DIRECTORY) else {})
 
 
-def _cluster(named: str | None) -> Iterator[Finding]:
+def _cluster(option: str | None) -> Iterator[Finding]:
     import ray
 
     from gkd.cli.doctor.cluster import check_cluster
     from gkd.cluster.session.connect import cluster_address, join
 
-    address = cluster_address(named)
+    address = cluster_address(option)
     if address is None:
         yield confirm("cluster", "none is named and none was started here: a run starts a private Ray")
         return
-    join(address, "RAY_ADDRESS" if named is None and "RAY_ADDRESS" in os.environ else "--address")
+    join(address, "RAY_ADDRESS" if option is None and "RAY_ADDRESS" in os.environ else "--address")
     try:
         yield from check_cluster()
     finally:

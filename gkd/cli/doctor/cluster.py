@@ -77,8 +77,8 @@ def compare(nodes: list[NodeFacts]) -> Iterator[Finding]:
 
 def _on(node: dict[str, Any], function: Callable[..., Any]) -> Any:
     """Return a function as one that runs on a node."""
-    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
 
 
 def _read_facts(node: dict[str, Any], name: str, collected: Any) -> NodeFacts:

@@ -123,7 +123,7 @@ def check_compiler(gpus: Gpus) -> Iterator[Finding]:
     headers = sysconfig.get_paths()["include"]
     command = [compiler, "-fsyntax-only", "-x", "c", f"-I{headers}", "-"]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             input="#include <Python.h>\n",
             capture_output=True,
@@ -131,7 +131,8 @@ def check_compiler(gpus: Gpus) -> Iterator[Finding]:
             timeout=COMPILE_TIMEOUT_S,
             check=False,
         )
-        wrong = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0] if done.returncode else None
+        code, lines = completed.returncode, completed.stderr.strip().splitlines()
+        wrong = (lines or [f"exit code {code}"])[0] if code else None
     except (OSError, subprocess.TimeoutExpired) as error:
         wrong = str(error)
     if wrong is None:
@@ -147,13 +148,13 @@ def check_mps(gpus: Gpus) -> Iterator[Finding]:
         return
     where = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [control], input="get_server_list\n", capture_output=True, text=True, timeout=MPS_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         yield warn("mps", f"{control} does not answer: {error}", "end it, or start it again: runs would wait for it")
         return
-    if done.returncode == 0:
+    if completed.returncode == 0:
         yield confirm("mps", f"runs in {where}: groups that share a GPU compute on it at the same time")
     else:
         yield confirm("mps", "does not run: groups that share a GPU compute on it in turn")

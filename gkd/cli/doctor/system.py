@@ -33,14 +33,14 @@ def check_ports(own: bool) -> Iterator[Finding]:
 def check_disks(places: dict[str, Path]) -> Iterator[Finding]:
     """Check room and permission to write in each place, by what it is for."""
     for purpose, place in places.items():
-        there = find_existing(place)
-        if not os.access(there, os.W_OK):
+        directory = find_existing(place)
+        if not os.access(directory, os.W_OK):
             yield fail(
-                "disk", f"{there} ({purpose}) is not writable", "choose another directory or change its permissions"
+                "disk", f"{directory} ({purpose}) is not writable", "choose another directory or change its permissions"
             )
             continue
-        usage = shutil.disk_usage(there)
-        state = f"{usage.free / GIB:.0f} GiB free in {there} ({purpose})"
+        usage = shutil.disk_usage(directory)
+        state = f"{usage.free / GIB:.0f} GiB free in {directory} ({purpose})"
         if usage.free < TOO_LITTLE_DISK:
             yield fail("disk", state, "make room, or choose a directory on another disk")
         elif usage.free < LITTLE_DISK:

@@ -53,7 +53,7 @@ class Jobs:
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray lets the variable outweigh the argument
         try:
             self._client = _Client(self.address)
-            there = self._client._server_ray_version
+            ray_version = self._client._server_ray_version
         except requests.exceptions.Timeout:
             raise ConfigError(f"--address {address}: no answer within {CONNECT_TIMEOUT_S:.0f} s") from None
         except (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.InvalidURL):
@@ -67,7 +67,7 @@ class Jobs:
             ) from None
         except (requests.exceptions.RequestException, RuntimeError, KeyError, ValueError):
             raise ConfigError(f"--address {address}: what answers there is not a Ray dashboard") from None
-        require_same_ray({"ray_version": there}, f"--address {address}")
+        require_same_ray({"ray_version": ray_version}, f"--address {address}")
         self._client.timeout_s = REQUEST_TIMEOUT_S
 
     def submit(self, name: str, command: str, package: Path, output: Path) -> None:

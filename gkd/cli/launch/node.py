@@ -96,11 +96,11 @@ def _start(options: argparse.Namespace, further: list[str]) -> int:
     from gkd.cluster.session.shutdown import exit_on_signals
 
     exit_on_signals()
-    there = next((node for node in local.nodes() if _matches(node, options)), None)
-    if there is not None:
-        print(f"a {there.kind} of the cluster {there.address} runs here already (pid {there.pid})")
-        if there.kind == "head":
-            _show_next(there)
+    running = next((node for node in local.nodes() if _matches(node, options)), None)
+    if running is not None:
+        print(f"a {running.kind} of the cluster {running.address} runs here already (pid {running.pid})")
+        if running.kind == "head":
+            _show_next(running)
         return 0
     node = _new_node(options, further)
     print(f"the {node.kind} is up; log: {node.log}")
@@ -245,7 +245,7 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
     from gkd.cluster.session.control_service import SETTING
     from gkd.cluster.session.port import free_port
 
-    chosen = [
+    arguments = [
         f"--node-ip-address={ip}",
         # Whatever is free: the defaults would clash with another Ray, or another node, on the same machine.
         "--dashboard-agent-listen-port=0",
@@ -253,21 +253,21 @@ def _ray_options(options: argparse.Namespace, ip: str) -> list[str]:
         "--max-worker-port=0",
     ]
     if options.command == "head":
-        chosen.append(f"--system-config={json.dumps({SETTING: RECONNECT_S})}")
-        chosen += ["--head", f"--port={options.port}", f"--ray-client-server-port={free_port()}"]
-        chosen += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
+        arguments.append(f"--system-config={json.dumps({SETTING: RECONNECT_S})}")
+        arguments += ["--head", f"--port={options.port}", f"--ray-client-server-port={free_port()}"]
+        arguments += [f"--dashboard-host={options.dashboard_host}", f"--dashboard-port={options.dashboard_port}"]
     else:
-        chosen.append(f"--address={options.address}")
+        arguments.append(f"--address={options.address}")
     n_gpus, n_cpus, visible = options.simulate_gpus, options.num_cpus, os.environ.get(gpu.VISIBLE)
     if options.simulate_gpus is not None:
         n_cpus = n_cpus or max(os.cpu_count() or 1, options.simulate_gpus)  # each worker reserves one
     elif any(entry.startswith("MIG-") for entry in gpu.parse_visible_devices(visible) or []):
         n_gpus = len(gpu.usable_devices(visible, gpu.nvml_uuids()))  # Ray counts GPUs, however many slices they have
     if n_gpus is not None:
-        chosen.append(f"--num-gpus={n_gpus}")
+        arguments.append(f"--num-gpus={n_gpus}")
     if n_cpus is not None:
-        chosen.append(f"--num-cpus={n_cpus}")
-    return chosen
+        arguments.append(f"--num-cpus={n_cpus}")
+    return arguments
 
 
 def _environment(options: argparse.Namespace, mark: str) -> dict[str, str]:

@@ -21,34 +21,34 @@ SETTINGS = Path(".gkd-settings.yaml")
 """Name that a file of settings from elsewhere gets, which none of the working directory has that goes along."""
 
 
-def resolve_paths(config: Config, here: Path, output: Path) -> list[str]:
+def resolve_paths(config: Config, working_dir: Path, output: Path) -> list[str]:
     """Return overrides that make every path of ``config`` absolute, to be put behind the user's own.
 
-    What exists below ``here`` is meant; a model or data set that does not exist may be a name in the cluster's cache.
-    Raises ConfigError for data that is neither, and for settings that would take the job away from its cluster.
+    What exists below ``working_dir`` is meant; a model or data set that does not exist may be a name in the cluster's
+    cache. Raises ConfigError for data that is neither, and for settings that would take the job away from its cluster.
     """
     _require_cluster_is_left_alone(config)
     tree = config.model_dump(exclude={"evaluate": True, "trainer": {"output_dir"}})  # the former is no run's
-    before, after = flatten(tree), flatten(map_paths(tree, partial(_make_absolute, here)))
+    before, after = flatten(tree), flatten(map_paths(tree, partial(_make_absolute, working_dir)))
     changed = {name: value for name, value in after.items() if value != before[name]}
     overrides = overrides_of(escape({"trainer.output_dir": output, **changed}))
     for name, value in _own_code(config.model_dump(), ""):
-        entries = [_entry(name, entry, here) for entry in (value if isinstance(value, list) else [value])]
+        entries = [_entry(name, entry, working_dir) for entry in (value if isinstance(value, list) else [value])]
         overrides.append(literal_override(name, entries if isinstance(value, list) else entries[0]))
     return overrides
 
 
-def settings_file(overrides: Sequence[str], here: Path) -> tuple[list[str], dict[Path, Path]]:
+def settings_file(overrides: Sequence[str], working_dir: Path) -> tuple[list[str], dict[Path, Path]]:
     """Return ``overrides`` with the name that a file of settings among them has for the job.
 
-    Also that file, by this name, where it does not go along as a part of ``here``.
+    Also that file, by this name, where it does not go along as a part of ``working_dir``.
     """
     names, further = list(overrides), dict[Path, Path]()
     for i, override in enumerate(names):
         if names_file(override):
-            file = here / user_path(override)
-            goes_along = is_packed(file, here)
-            name = file.relative_to(here) if goes_along else SETTINGS
+            file = working_dir / user_path(override)
+            goes_along = is_packed(file, working_dir)
+            name = file.relative_to(working_dir) if goes_along else SETTINGS
             names[i] = str(name)
             further |= {} if goes_along else {name: file}
     return names, further
@@ -65,7 +65,7 @@ def _own_code(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str |
             yield f"{prefix}{key}", value
 
 
-def _entry(setting: str, name: str, here: Path) -> str:
+def _entry(setting: str, name: str, working_dir: Path) -> str:
     """Return the name of code for the job: a file that goes with it, from its working directory; any other as it is.
 
     Raises ConfigError for a file that does not exist.
@@ -74,7 +74,7 @@ def _entry(setting: str, name: str, here: Path) -> str:
         return name
     if not file.is_file():
         raise ConfigError(f"{setting}: {name}: there is no file {file}")
-    return f"{file.relative_to(here)}:{shorten_name(name)}" if is_packed(file, here) else name
+    return f"{file.relative_to(working_dir)}:{shorten_name(name)}" if is_packed(file, working_dir) else name
 
 
 def _require_cluster_is_left_alone(config: Config) -> None:
@@ -87,8 +87,8 @@ def _require_cluster_is_left_alone(config: Config) -> None:
         )
 
 
-def _make_absolute(here: Path, name: str, value: str) -> str:
-    path = find_absolute(value, here)
+def _make_absolute(working_dir: Path, name: str, value: str) -> str:
+    path = find_absolute(value, working_dir)
     if path != value or Path(value).is_absolute():
         if is_pattern(value) and not Path(value).is_absolute() and not Path(path).exists():
             match_files(path)
@@ -96,9 +96,9 @@ def _make_absolute(here: Path, name: str, value: str) -> str:
     if name.endswith("files"):
         if looks_like_a_name(value.partition(":")[0]):
             return value
-        raise ConfigError(f"{name}={value}: there is no such file below {here}")
+        raise ConfigError(f"{name}={value}: there is no such file below {working_dir}")
     if name.endswith(("path", "models")) and not value.startswith("."):
         return value
     if name.endswith(("path", "models")):
-        raise ConfigError(f"{name}={value}: there is no such directory below {here}")
-    return str(here / user_path(value))
+        raise ConfigError(f"{name}={value}: there is no such directory below {working_dir}")
+    return str(working_dir / user_path(value))

@@ -99,14 +99,14 @@ class WatchedGroup:
         return f"it is given up: {restart_policy.obstacle or f'cluster.worker_restarts={restart_policy.limit}'}"
 
     def _begin(self, member: int, restart_policy: RestartPolicy) -> None:
-        done = self._starting[member] = Future[Group]()
+        future = self._starting[member] = Future[Group]()
         self._late[member] = time.monotonic() + restart_policy.within_s
 
         def run() -> None:
             try:
-                done.set_result(restart_policy.start(member))
+                future.set_result(restart_policy.start(member))
             except BaseException as error:
-                done.set_exception(error)
+                future.set_exception(error)
 
         # A pool's threads would be waited for when the process ends, however long a model takes to load.
         thread = threading.Thread(target=run, name=f"restart-{self.fleet.name}-{member}", daemon=True)
@@ -120,12 +120,12 @@ class WatchedGroup:
         """
         texts: dict[int, str] = {}
         self._name_late()
-        for member, done in [(member, done) for member, done in self._starting.items() if done.done()]:
+        for member, future in [(member, future) for member, future in self._starting.items() if future.done()]:
             del self._starting[member]
             self._late.pop(member, None)
-            error = done.exception()
+            error = future.exception()
             if error is None:
-                worker = done.result()
+                worker = future.result()
                 texts[member] = return_text(worker.reports[0], self.group.reports[member])
                 self.group = self.group.replace_worker(member, worker)
                 self.heartbeat.replace(member, self.group)

@@ -248,7 +248,7 @@ def _exceeds(pieces: Sequence[tuple[float, int]], free: Sequence[float]) -> bool
     if sum(size * number for size, number in pieces) > sum(free):
         return True
     return any(
-        sum(number for other, number in pieces if other >= size) > sum(there // size for there in free)
+        sum(number for other, number in pieces if other >= size) > sum(n_free // size for n_free in free)
         for size in {size for size, _ in pieces if size > 0}
     )
 
@@ -282,17 +282,17 @@ def choose_devices(slots: Sequence[Slot], available: Mapping[str, Sequence[int]]
         node_id: sorted(index for index in indices if (node_id, index) not in named)
         for node_id, indices in available.items()
     }
-    chosen: list[list[int]] = []
+    devices: list[list[int]] = []
     for slot in slots:
         if slot.gpus is not None:
             missing = sorted(set(slot.gpus) - set(available.get(slot.node_id, ())))
             if missing:
                 return f"GPU {', '.join(map(str, missing))} that {slot.group} asks for"
-            chosen.append(list(slot.gpus))
+            devices.append(list(slot.gpus))
             continue
         free = spare.get(slot.node_id, [])
         if len(free) < slot.n_gpus:
             return f"{slot.n_gpus - len(free)} more GPUs for {slot.group}"
-        chosen.append(free[: slot.n_gpus])
+        devices.append(free[: slot.n_gpus])
         spare[slot.node_id] = free[slot.n_gpus :]
-    return chosen
+    return devices

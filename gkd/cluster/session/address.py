@@ -130,10 +130,10 @@ def _metadata(address: str, where: str) -> dict[str, str]:
 def require_same_ray(metadata: dict[str, str], where: str) -> None:
     """Raise ConfigError, which begins with ``where``, for a cluster of another Ray or Python by its own metadata."""
     python = ".".join(map(str, sys.version_info[:3]))
-    for name, key, here in (("Ray", "ray_version", ray.__version__), ("Python", "python_version", python)):
-        there = metadata.get(key, here)
-        if there != here:
+    for name, key, own_version in (("Ray", "ray_version", ray.__version__), ("Python", "python_version", python)):
+        version = metadata.get(key, own_version)
+        if version != own_version:
             raise ConfigError(
-                f"{where}: this cluster runs {name} {there}, but here is {name} {here}; the same is needed on every "
-                "machine (./launch/quickstart.sh installs it)"
+                f"{where}: this cluster runs {name} {version}, but here is {name} {own_version}; the same is needed "
+                "on every machine (./launch/quickstart.sh installs it)"
             )

@@ -313,9 +313,9 @@ def _close(session: Session, connected_before: bool, watchdog: subprocess.Popen[
             run_within(SHUTDOWN_TIMEOUT_S, "ending Ray", ray.shutdown)
         if session.directory is None:
             return
-        left = reaper.end_all(session.directory)
-        if left:
-            log.warning("processes that would not end: %s", ", ".join(map(str, left)))
+        alive = reaper.end_all(session.directory)
+        if alive:
+            log.warning("processes that would not end: %s", ", ".join(map(str, alive)))
         if watchdog is not None:  # first, as it writes into the directory
             reaper.dismiss(watchdog)
         if keep_logs:

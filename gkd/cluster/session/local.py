@@ -176,10 +176,10 @@ def stop(node: LocalNode) -> list[int]:
     """End a node with everything on it. Returns pids that would not end."""
     if node.is_alive:
         os.kill(node.pid, signal.SIGTERM)
-    left = reaper.end(node.processes, GRACE_S)
-    if not left:
+    alive = reaper.end(node.processes, GRACE_S)
+    if not alive:
         _record(node).unlink(missing_ok=True)
-    return left
+    return alive
 
 
 def stop_all() -> int:
@@ -190,10 +190,10 @@ def stop_all() -> int:
         print(f"no Ray node of ./launch/ray_cluster.sh runs here ({directory()})")
     code = 0
     for node in reversed(left_over):
-        left = stop(node)
+        alive = stop(node)
         print(f"stopped the {node.kind} of {node.address}")
-        if left:
-            print(f"failed: processes that would not end: {', '.join(map(str, left))}", file=sys.stderr)
+        if alive:
+            print(f"failed: processes that would not end: {', '.join(map(str, alive))}", file=sys.stderr)
             code = 1
     return code
 

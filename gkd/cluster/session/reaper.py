@@ -73,15 +73,15 @@ def end(find: Callable[[], list[int]], grace_s: float, mapped: frozenset[tuple[i
     names = mapped | list_shared_memory(find())
     deadline = time.monotonic() + grace_s + GIVE_UP_S
     kill_at = time.monotonic() + grace_s
-    while (left := find()) and time.monotonic() < deadline:
+    while (alive := find()) and time.monotonic() < deadline:
         if time.monotonic() >= kill_at:
-            for pid in left:
+            for pid in alive:
                 with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, which is the aim
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-    if not left:
+    if not alive:
         remove_shared_memory(names)
-    return left
+    return alive
 
 
 def is_running(pid: int) -> bool:

@@ -133,8 +133,8 @@ class Group:
         if self.service is not None and self.service.is_lost:
             return
         report = self.reports[rank]
-        there = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
-        killing = _kill.options(num_cpus=0, scheduling_strategy=there).remote(report.pid)
+        on_node = NodeAffinitySchedulingStrategy(report.node_id, soft=False)
+        killing = _kill.options(num_cpus=0, scheduling_strategy=on_node).remote(report.pid)
         ray.wait([killing], timeout=KILL_S)  # before Ray ends it: then nothing shows whose children they were
         ray.kill(self.workers[rank], no_restart=True)
 

@@ -129,14 +129,14 @@ def _count_gpus_to_take(slots: list[Slot], nodes: Sequence[Node], unlucky: froze
     counts: dict[str, int] = {}
     for node in nodes:
         own = [slot for slot in slots if slot.node_id == node.id]
-        named = {index for slot in own for index in slot.gpus or ()}
-        if not named:
+        indices = {index for slot in own for index in slot.gpus or ()}
+        if not indices:
             continue
         counts[node.id] = node.free_gpus
         if node.free_gpus == len(node.gpus) and node.id not in unlucky:
             n_others = sum(slot.n_gpus for slot in own if slot.gpus is None)
-            others = [index for index in node.gpus if index not in named][:n_others]
-            counts[node.id] = 1 + max(map(node.gpus.index, [*named, *others]))
+            others = [index for index in node.gpus if index not in indices][:n_others]
+            counts[node.id] = 1 + max(map(node.gpus.index, [*indices, *others]))
     return counts
 
 
@@ -166,11 +166,11 @@ def _attempt(
             place = claim.device.node_id, (claim.device.gpu_indices or [-1])[0]
             available.setdefault(place[0], []).append(place[1])
             holders.setdefault(place, []).append(claim)
-        chosen = choose_devices(slots, available)
-        if isinstance(chosen, str):
-            raise _AttemptFailed(f"{chosen} is held by someone else")
+        devices = choose_devices(slots, available)
+        if isinstance(devices, str):
+            raise _AttemptFailed(f"{devices} is held by someone else")
         hosts: dict[str, list[Claim]] = {}
-        for slot, indices in zip(slots, chosen, strict=True):
+        for slot, indices in zip(slots, devices, strict=True):
             hosts.setdefault(slot.group, []).extend(holders[slot.node_id, index].pop() for index in indices)
         needed = {id(claim) for own in hosts.values() for claim in own}
         surplus = [claim for claim in claims if id(claim) not in needed]

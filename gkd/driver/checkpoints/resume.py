@@ -69,14 +69,14 @@ def explain_finished(config: Config, output: Path) -> str | None:
     except ConfigError as error:
         log.warning("the run has done its %d steps, but its student is not all there: %s", steps, error)
         return None
-    done, setting = f"all {steps} steps are done", "a larger trainer.total_steps"
+    state, setting = f"all {steps} steps are done", "a larger trainer.total_steps"
     if stopped is not None:
-        done, setting = f"it stopped early after step {steps} ({stopped})", "other values of trainer.stop_early"
-    there = complete(output / "checkpoints")
+        state, setting = f"it stopped early after step {steps} ({stopped})", "other values of trainer.stop_early"
+    checkpoints = complete(output / "checkpoints")
     further = _explain_finished(output)
-    if there:
-        further = f"{setting} would go on after step {step_of(there[-1])}, from {there[-1]}"
-    return f"the run in {output} is finished: {done} and the trained student is in {model}; {further}"
+    if checkpoints:
+        further = f"{setting} would go on after step {step_of(checkpoints[-1])}, from {checkpoints[-1]}"
+    return f"the run in {output} is finished: {state} and the trained student is in {model}; {further}"
 
 
 def has_trained(output: Path) -> bool:
@@ -107,11 +107,11 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():
         log.warning("%s is damaged and left out: %s", path, why)
-    for key, (there, here) in _changes(saved, config).items():
+    for key, (old, new) in _changes(saved, config).items():
         free = _is_of(key, _FREE) or _FILES_OF_SET.fullmatch(key) or key in saved.data  # a model's content is compared
         if _is_of(key, _SAME) and not free:
             by = "" if saved.version == __version__ else f" (gkd {saved.version} made it, this is {__version__})"
-            raise ConfigError(f"trainer.resume: {saved.path} was made with {key}={there}, this is {here}{by}")
+            raise ConfigError(f"trainer.resume: {saved.path} was made with {key}={old}, this is {new}{by}")
     if saved.state.step > config.trainer.total_steps:
         raise ConfigError(f"trainer.resume: {saved.path} is beyond trainer.total_steps={config.trainer.total_steps}")
     require_figures(config.trainer, {**saved.state.before, **saved.state.validated})
@@ -120,17 +120,17 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
 
 
 def _changes(saved: SavedCheckpoint, config: Config) -> dict[str, tuple[str, str]]:
-    """Return settings by dotted name that are not the checkpoint's: there, and here; those of one's own come last.
+    """Return settings by dotted name that are not the checkpoint's: before, and now; those of one's own come last.
 
     Files and directories are compared by absolute path, however they were named. What another version had no setting
     for is taken to have been as it is by default.
     """
     trees = saved.config, config.model_dump(mode="json"), Config().model_dump(mode="json")
-    there, here, defaults = (flatten(with_absolute_paths(tree, Path.cwd())) for tree in trees)
+    before, now, defaults = (flatten(with_absolute_paths(tree, Path.cwd())) for tree in trees)
     if saved.version != __version__:
-        there = defaults | there
-    keys = [*sorted(here.keys() & there.keys()), *sorted(here.keys() ^ there.keys())]
-    values = {key: (there.get(key), here.get(key)) for key in keys}
+        before = defaults | before
+    keys = [*sorted(now.keys() & before.keys()), *sorted(now.keys() ^ before.keys())]
+    values = {key: (before.get(key), now.get(key)) for key in keys}
     return {key: (_format(old), _format(new)) for key, (old, new) in values.items() if old != new}
 
 
@@ -141,9 +141,7 @@ def differences(saved: SavedCheckpoint, config: Config) -> str:
     """
     changed = [] if saved.version == __version__ else [f"gkd {saved.version} -> {__version__}"]
     changed += [
-        f"{key} {there} -> {here}"
-        for key, (there, here) in sorted(_changes(saved, config).items())
-        if not _is_of(key, _OWN)
+        f"{key} {old} -> {new}" for key, (old, new) in sorted(_changes(saved, config).items()) if not _is_of(key, _OWN)
     ]
     return f"goes on with other settings: {', '.join(changed)}" if changed else ""
 

@@ -219,9 +219,9 @@ class Checkpoints:
         Damaged ones of later steps, which the run does not go on from, are left to be looked at or written again.
         """
         keep = self.config.trainer.keep_checkpoints
-        there = [path for path in checkpoint.complete(self.directory) if checkpoint.step_of(path) <= newest]
-        lasting = [path for path in there if _cause(path) != "time"]
-        for path in {*there} - {*there[-keep:], *lasting[-keep:]}:
+        checkpoints = [path for path in checkpoint.complete(self.directory) if checkpoint.step_of(path) <= newest]
+        lasting = [path for path in checkpoints if _cause(path) != "time"]
+        for path in {*checkpoints} - {*checkpoints[-keep:], *lasting[-keep:]}:
             checkpoint.remove(path)
         for path in checkpoint.list_incomplete(self.directory):
             shutil.rmtree(path)

@@ -84,8 +84,8 @@ class Inputs:
 def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     """Have the task make models and data, or check the user's own. Raises ConfigError for what cannot be used."""
     _require_transfer(config)
-    found = find_files(config, report)
-    student, scorers = find_models(config, found)
+    task_inputs = find_files(config, report)
+    student, scorers = find_models(config, task_inputs)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers)
@@ -95,7 +95,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     if config.algorithm.needs_teacher:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
-    files = {"train": found.train_files, "val": found.val_files}
+    files = {"train": task_inputs.train_files, "val": task_inputs.val_files}
     prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
     val_sets = read_val_sets(config, tokenizer, models["student"].n_tokens, longest, report)
     # A set may go through the chat template where the prompts of training do not: its answers end as turns do.
@@ -292,13 +292,16 @@ def find_files(config: Config, report: Callable[[str], None]) -> TaskInputs:
     return made
 
 
-def find_models(config: Config, found: TaskInputs) -> tuple[str, dict[str, str]]:
+def find_models(config: Config, task_inputs: TaskInputs) -> tuple[str, dict[str, str]]:
     """Return directories of the student and, by name, of teachers and reference: the student's, where none is named.
 
     Raises ConfigError for a model that cannot be used, and one whose tokens are not the student's.
     """
-    student = check_student(found.student, "model.path")
-    named = {"teacher": found.teacher, **{f"teacher:{name}": path for name, path in config.teacher.models.items()}}
+    student = check_student(task_inputs.student, "model.path")
+    named = {
+        "teacher": task_inputs.teacher,
+        **{f"teacher:{name}": path for name, path in config.teacher.models.items()},
+    }
     if config.has_reference_group:
         named["reference"] = config.reference.model.path
     scorers = {}

@@ -115,13 +115,13 @@ def preview(config: Config, report: Callable[[str], None]) -> Preview:
 
     Raises ConfigError as the run would for what cannot be shown.
     """
-    found = find_files(config, report)
-    student, scorers = find_models(config, found)
+    task_inputs = find_files(config, report)
+    student, scorers = find_models(config, task_inputs)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
     most = max_length(config, models)
     longest = most - config.rollout.max_response_length
-    names: dict[Use, list[str]] = {"train": found.train_files, "val": found.val_files}
+    names: dict[Use, list[str]] = {"train": task_inputs.train_files, "val": task_inputs.val_files}
     limits: dict[Use, int | None] = {"train": None, "val": config.data.val_limit}
     reads = {use: _read(config, names[use], tokenizer, longest, limits[use]) for use in names}
     every = {str(use): PromptSet(read.prompts, read.too_long.total()) for use, read in reads.items()}

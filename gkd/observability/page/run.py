@@ -127,12 +127,12 @@ def list_differences(config: Config) -> list[tuple[str, Any, Any]] | None:
             recipe = compose([f"+recipe={config.recipe}", *(f"{name}={value}" for name, value in stand_ins.items())])
     except ConfigError:
         return None
-    there = flatten(dump_public(recipe)) | dict.fromkeys(stand_ins)
-    here = flatten(dump_public(config))
+    recipe_values = flatten(dump_public(recipe)) | dict.fromkeys(stand_ins)
+    run_values = flatten(dump_public(config))
     return [
-        (name, there.get(name), here.get(name))
-        for name in sorted({*there, *here})
-        if name not in OF_THE_RUN and there.get(name) != here.get(name)
+        (name, recipe_values.get(name), run_values.get(name))
+        for name in sorted({*recipe_values, *run_values})
+        if name not in OF_THE_RUN and recipe_values.get(name) != run_values.get(name)
     ]
 
 

@@ -61,15 +61,15 @@ def keep_id(run: TrackedRun, name: str, make: Callable[[], str]) -> tuple[str, b
 
     What a directory that was copied goes on with is another run, with an id of its own.
     """
-    kept, here = run.output_dir / name, str(run.output_dir.absolute())
-    if kept.exists():
-        id, _, place = kept.read_text().partition("\n")
-        original = Path(place or here) / name
-        if not original.exists() or original.samefile(kept) or original.read_text().partition("\n")[0] != id:
-            durable.replace(kept, f"{id}\n{here}".encode())  # it may have been moved
+    file, directory = run.output_dir / name, str(run.output_dir.absolute())
+    if file.exists():
+        id, _, place = file.read_text().partition("\n")
+        original = Path(place or directory) / name
+        if not original.exists() or original.samefile(file) or original.read_text().partition("\n")[0] != id:
+            durable.replace(file, f"{id}\n{directory}".encode())  # it may have been moved
             return id, True
     id = make()
-    durable.replace(kept, f"{id}\n{here}".encode())
+    durable.replace(file, f"{id}\n{directory}".encode())
     return id, False
 
 

@@ -129,7 +129,7 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
 
 def offloaded_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes that a rank has in its host's memory, of what is there between micro-batches."""
-    whole, on_gpu = (_persistent_items(shape, training, there) for there in (None, training.offloaded))
+    whole, on_gpu = (_persistent_items(shape, training, offloaded) for offloaded in (None, training.offloaded))
     return sum(whole.values()) - sum(on_gpu.values())
 
 

@@ -124,8 +124,8 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     weights, kind = _engine_weights(shape, engine, c) / tp, engine_class(engine, shape)
     slots, managed = slots_of(layout, group, engine), kind.managed_memory
     step, graphs = _step_activations(shape, engine, slots, gpu.memory, c), _process_bytes(shape, engine)
-    left, gb = _share_left(layout, group, engine, slots), engine.kv_cache_gb
-    cache = left if gb is None else float(gb * GIB)
+    share_left, gb = _share_left(layout, group, engine, slots), engine.kv_cache_gb
+    cache = share_left if gb is None else float(gb * GIB)
     items = {
         "weights": weights,
         "activations of a step": step,
@@ -134,8 +134,8 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
     }
     if tp > 1:
         items["collectives"] = COLLECTIVES  # there before vLLM takes its share
-    if left > cache:
-        items["rest of its share"] = left - cache  # vLLM does not start where others have it
+    if share_left > cache:
+        items["rest of its share"] = share_left - cache  # vLLM does not start where others have it
     longest = layout.workload.longest
     if isinstance(engine, Scorer):
         rows = min(managed.prompt_rows, longest)

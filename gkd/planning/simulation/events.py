@@ -212,11 +212,11 @@ class _Simulation:
             return
         group = self.groups["rollout"]
         engine.tokens, engine.at = engine.running[0][0], group.now
-        done = []
+        finished = []
         while engine.running and engine.running[0][0] <= engine.tokens + 1e-6:
-            done.append(heapq.heappop(engine.running)[2])
+            finished.append(heapq.heappop(engine.running)[2])
         group.busy -= not engine.running
-        for sample in done:
+        for sample in finished:
             self.engines[number].held -= 1
             batch = self.batches[sample.step]
             batch.unsampled -= 1
