@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LIVE_EVERY_S = 2.0
 RECENT = 20
-"""Steps whose mean tells how long the others take."""
+"""Steps by whose mean the time that the others take is estimated."""
 FULL = 0.95  # share of a GPU's memory beyond which there is advice
 FIGURES = ("allocated_gb", "reserved_gb", "peak_gb", "alloc_retries", "ooms")
 

@@ -63,7 +63,7 @@ def nvml() -> Iterator[Any]:
 
 
 def has_device_files() -> bool:
-    """Return whether this machine, or container, has been given GPUs, whatever the driver says of them."""
+    """Return whether this machine, or container, has been given GPUs, whatever state the driver reports them in."""
     return any(DEVICES.glob("nvidia[0-9]*"))
 
 

@@ -46,7 +46,7 @@ BASE: Mapping[str, Any] = {
 }
 """What every configuration begins with; the defaults of all other settings are those of :class:`gkd.config.Config`."""
 LAYOUT = ("n_gpus_per_node", "nnodes", "gpus", "gpus_by_node", "colocate_with")
-"""Settings of a pool that say where it is."""
+"""Settings of a pool that state where it is."""
 
 
 @cache

@@ -41,7 +41,7 @@ def read_yaml(path: str | Path, resolve: bool = True) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(user_path(str(path)))
         content = OmegaConf.to_container(loaded)
-        try:  # in any case, so that a variable that is not set is said of this file
+        try:  # in any case, so that a variable that is not set is reported of this file
             resolved = OmegaConf.to_container(loaded, resolve=True)
             content = resolved if resolve else content
         except InterpolationKeyError:  # of a setting that the file has not
@@ -103,7 +103,7 @@ def read_run(file: Path, as_requested: bool = False) -> Config:
 
 
 def read_requested(file: str | Path, resolve: bool = True) -> dict[str, Any]:
-    """Read a file of settings, a run's as they were requested; as :func:`read_yaml`, which says what it raises."""
+    """Read a file of settings, a run's as they were requested; raises as :func:`read_yaml`."""
     values = read_yaml(file, resolve)
     requested = values.pop(REQUESTED, {})
     if not isinstance(requested, dict):

@@ -244,7 +244,7 @@ def _find_imported_modules(file: Path) -> list[str]:
     """Return the modules that a file imports, without what is within them; none of a file that cannot be read."""
     try:
         nodes = list(ast.walk(ast.parse(_read(file))))
-    except (OSError, SyntaxError, ValueError):  # importing it says why
+    except (OSError, SyntaxError, ValueError):  # importing it raises why
         return []
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]

@@ -29,7 +29,7 @@ class Question:
     """One question of a set.
 
     ``key`` is the same for every model, and with it what is compared. ``difficulty``: the value of that column, None
-    where the set names none. ``chat_template_kwargs``: the set's, for what a strategy asks besides.
+    where the set names none. ``chat_template_kwargs``: the set's, for further prompts of a strategy.
     """
 
     key: str

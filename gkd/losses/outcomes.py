@@ -102,7 +102,7 @@ class _FusedOutcomes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, kernels: Kernels) -> tuple[Tensor, ...]:
         own = logits.gather(-1, ids)
-        # In place and put back: autograd's count of changes is not told, since afterwards there is none.
+        # In place and put back: autograd's count of changes stays, since afterwards there is none.
         masked = logits.data.scatter_(-1, ids, torch.finfo(logits.dtype).min / 4)
         peak, log_size, entropy_of_r = kernels.sums(masked, temperature)
         masked.scatter_(-1, ids, own)

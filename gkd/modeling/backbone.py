@@ -70,7 +70,7 @@ def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = Fal
 
     Two sequences are tried, of which one is how the other begins: their logits are to be those that transformers gives
     for the longer one alone. A layer may keep where sequences begin from its attention, carry a state on, or count
-    positions by itself; an attention of its own may add to the scores; and of a window it may tell the mask alone,
+    positions by itself; an attention of its own may add to the scores; and a window may be in the mask alone,
     which is not made then. Raises ConfigError, which begins with ``source``, where padded rows do no better: of models
     that look at later tokens or are padded on the left, and of those that raise whatever it is. The latter may work on
     the device that they are for, with ``computes_elsewhere``, and are padded, as nothing is known of them.

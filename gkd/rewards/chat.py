@@ -24,7 +24,7 @@ OTHER_NAMES = {"max_tokens": "max_completion_tokens"}
 NEEDS_KEY = (401, 403)
 MAY_PASS = (408, 409, 429)  # beside errors of the server
 MOST_SHOWN = 400
-"""Characters of what an endpoint says of a failure."""
+"""Characters that are shown of an endpoint's error."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
@@ -187,7 +187,7 @@ def _choose_pause(attempt: int, has_answered: bool) -> float:
     """Return the seconds to wait after an attempt, the first of which is 1, where the time left allows them.
 
     An endpoint that has answered before may be starting again, which takes a minute or two; one that never has is
-    rather named wrong, which is to be said soon.
+    rather named wrong, which is to be reported soon.
     """
     growth = 8.0 if has_answered else 2.0
     return min(FIRST_PAUSE_S * growth ** min(attempt - 1, 10), LONGEST_PAUSE_S)

@@ -152,7 +152,7 @@ def _exact_and_rounded(text: str) -> list[str]:
     listed = _items(_SEPARATOR.sub("", normalize_text(text)))
     if len(sides) < 2 or (listed is not None and listed[0] != "±"):  # a list's elements are looked at one by one
         return [text]
-    if _VARIABLE.fullmatch(sides[0]):  # x \approx 3 tells what x is, and no exact value
+    if _VARIABLE.fullmatch(sides[0]):  # x \approx 3 states what x is, and no exact value
         return [sides[-1]]
     ends = [sides[0], sides[-1]]
     numbers = [number for side in ends if (number := number_of(normalize_text(side)))]

@@ -101,7 +101,7 @@ class ScoringClient(Dispatcher):
 
     @property
     def weights(self) -> str:
-        """What the model's weights are known by, once a replica has answered; empty where servers say nothing of it."""
+        """What the model's weights are known by, once a replica has answered; empty where servers do not state it."""
         return "" if self._known is None else self._known[1]
 
     @overload

@@ -19,7 +19,7 @@ from gkd.scoring.address import Key, secure_client
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
 REOPEN_S = 10.0
-"""Time after which a socket without a connection is replaced: ZeroMQ says nothing of it when it gives an address up for
+"""Time after which a socket without a connection is replaced: ZeroMQ reports nothing when it gives an address up for
 good, as it does once something else has answered there."""
 BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
 SEND_HWM = 4_096

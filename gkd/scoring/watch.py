@@ -83,7 +83,7 @@ class ScorerWatch:
     def lose(self, call: Any) -> None:
         """Note that a replica serves no more.
 
-        Raises what ended it where none of its model is there or comes back, and ControlLost where nobody can say that.
+        Raises what ended it where none of its model is there or comes back, and ControlLost where that cannot be known.
         """
         replicas = next(replicas for replicas in self._models if call in replicas.calls)
         member = replicas.calls[call]

@@ -51,7 +51,7 @@ class Body(msgspec.Struct, frozen=True, tag=str.lower, forbid_unknown_fields=Tru
 
 
 class Hello(Body, frozen=True, forbid_unknown_fields=False):
-    """Client to server, first. Other versions may say more, as in a welcome: only ``protocol`` is read of it then."""
+    """Client to server, first. Other versions may have other fields, as in a welcome: only ``protocol`` is read."""
 
     protocol: _Count
 

@@ -113,7 +113,7 @@ def load(
 
 
 def reset_cache(llm: LLM, running: CachePolicy) -> None:
-    """Forget what other weights have cached, as far as ``running`` says. Raises RuntimeError where vLLM does not."""
+    """Forget what other weights have cached, by the policy ``running``. Raises RuntimeError where vLLM does not."""
     if running == "keep":  # blocks are in use; prefixes of requests to come have another salt
         return
     if not llm.llm_engine.reset_prefix_cache(reset_running_requests=running == "recompute"):

@@ -27,7 +27,7 @@ class NodeFacts:
 
     ``uuids`` are those of its GPUs, ``usable`` the devices, slices among them, that CUDA_VISIBLE_DEVICES lets Ray have.
     ``gloo_address`` is what torch's gloo would give others, empty where a variable names the interface; ``clock_s`` is
-    how far its clock is ahead of this machine's, within ``within_s``; ``gpu_error`` what the driver says of a lost GPU.
+    how far its clock is ahead of this machine's, within ``within_s``; ``gpu_error`` the driver's error for a lost GPU.
     """
 
     name: str

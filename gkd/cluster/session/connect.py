@@ -49,7 +49,7 @@ RELEASE_TIMEOUT_S = 15.0
 JOIN_S = 5.0
 SHUTDOWN_TIMEOUT_S = 30.0
 PREFIX = "gkd-run-"
-LEAST_ROOM = 64 << 20  # bytes; with none, Ray waits for servers that cannot say that they are there
+LEAST_ROOM = 64 << 20  # bytes; with none, Ray waits for servers that cannot report that they are there
 LONGEST_BASE = 26  # Ray puts Unix sockets up to 81 characters deeper, and their paths may have 107
 RESTART_GRACE_S = 10.0
 """Time the control service of a cluster may be away: some clusters start it again. That of a private Ray is not."""

@@ -1,4 +1,4 @@
-"""What workers tell of themselves while a run goes on: their memory, and what they did."""
+"""Workers' reports while a run goes on: their memory, and what they did."""
 
 from __future__ import annotations
 

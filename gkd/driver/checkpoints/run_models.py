@@ -75,9 +75,9 @@ def _sum(model: str, saved: SavedCheckpoint) -> str:
 
 
 def _require_base(checkpoints: Sequence[SavedCheckpoint], base: str) -> None:
-    """Raise ConfigError unless ``base`` holds the weights that a run began with; earlier checkpoints do not say.
+    """Raise ConfigError unless ``base`` holds the weights that a run began with.
 
-    An adapter in a checkpoint is laid over them.
+    An adapter in a checkpoint is laid over them. Checkpoints of earlier versions, without their digest, pass.
     """
     stated = {saved.path: saved.data["model.path"] for saved in checkpoints if "model.path" in saved.data}
     its = fingerprint_weights(base) if stated else ""

@@ -43,7 +43,7 @@ class MLflow(Tracker):
 
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of its tables between the lines of the run
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports its tables between the lines of the run
         # Of "sqlite:///" MLflow would make a directory by the name that is quoted, besides the database.
         own = f"sqlite+pysqlite:///{quote(str(run.output_dir / 'mlflow.db'))}"
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
