@@ -343,7 +343,7 @@ def sync_s(layout: Layout, world: int, nnodes: int) -> float:
     transfer = TRANSFERS.load(transfer_of(layout))
     gathered = gather_s(layout, world, nnodes, n_bytes) if transfer.gathers else 0.0
     if not transfer.gpu_to_gpu:
-        return SWITCH_S + gathered + n_bytes * transfer.host_byte_s
+        return SWITCH_S + gathered + n_bytes * float(transfer.host_byte_s)
     link = hardware.link if _is_on_one_node(layout) else hardware.network
     sent = 0.0 if {"actor", "rollout"} in layout.may_share else n_bytes / link
     loaded = shape.n_layers * LOAD_LAYER_S + 4 * n_bytes / (READ_EFFICIENCY * hardware.bandwidth)
