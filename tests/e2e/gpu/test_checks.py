@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gkd.cluster.workers.activity import memory_here
 from gkd.config.compose import compose
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint, write
 from gkd.durable import Checksum
+from gkd.rollout.worker import RolloutWorker
 from tests.benchmarks import loss
 from tests.gpu.checks import loss as losses
 from tests.gpu.checks import mps, phases, runs, w1
@@ -48,6 +51,7 @@ class Recorded:
     grad_norm: float = 1.0
     weights: bytes = b"weights"
     phases: tuple[str, ...] = phases.PHASES
+    phase_figures: tuple[str, ...] = ("allocated_gb", "free_gb")
     names: list[str] = field(default_factory=list)
 
     def __call__(
@@ -60,7 +64,11 @@ class Recorded:
     ) -> Run:
         self.names.append(name)
         if program[0] == phases.__name__:
-            rows = [{"phase": phase, "worker": "actor 0", "free_gb": gb} for phase in self.phases for gb in (5, 4)]
+            rows = [
+                {"phase": phase, "worker": "actor 0", **dict.fromkeys(self.phase_figures, gb)}
+                for phase in self.phases
+                for gb in (5, 4)
+            ]
             Path(program[1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         require_room(max(1, context.n_gpus), *overrides, recipe=recipe)
         config = compose([f"+recipe={recipe}", *overrides])
@@ -178,10 +186,39 @@ def test_a_damaged_checkpoint_fails_colocation(recorded: Recorded, tmp_path: Pat
 
 def test_colocation_has_the_memory_after_each_phase(recorded: Recorded, tmp_path: Path) -> None:
     noted = check("colocation", 1, tmp_path / "all")["phases"]
-    assert noted == {f"{phase}, actor 0": {"free_gb": [5.0, 4.0]} for phase in phases.PHASES}
+    figures = {name: [5.0, 4.0] for name in recorded.phase_figures}
+    assert noted == {f"{phase}, actor 0": figures for phase in phases.PHASES}
     recorded.phases = ("offload", "onload", "sleep", "wake", "push")
     with pytest.raises(AssertionError, match="wake weights"):
         check("colocation", 1, tmp_path / "one lacks")
+
+
+def test_colocation_has_the_memory_on_the_gpu(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.phase_figures = ("process_gb",)
+    check("colocation", 0, tmp_path / "rehearsal")
+    with pytest.raises(AssertionError, match=r"GPU .*sleep, actor 0"):
+        check("colocation", 1, tmp_path / "gpu")
+
+
+def test_the_memory_of_an_engine_is_that_of_the_processes_in_which_it_computes() -> None:
+    """Which only the thread of its loop may call; the worker's own process has none on a GPU."""
+    in_loop: list[bool] = []
+
+    def call(run: Callable[[], object], activity: str) -> object:
+        in_loop.append(True)
+        result = run()
+        in_loop.pop()
+        return result
+
+    def call_processes(function: Callable[[], object]) -> list[object]:
+        assert in_loop
+        return [{"process_gb": 2.0, "allocated_gb": 5.0}] if function is memory_here else [(7_000_000_000, 80 << 30)]
+
+    rollout = RolloutWorker.__new__(RolloutWorker)
+    rollout.engine, rollout.loop = SimpleNamespace(call_processes=call_processes), SimpleNamespace(call=call)
+    noted = phases.measure_memory(SimpleNamespace(_object=rollout))
+    assert noted["process_gb"] > 2 and noted["allocated_gb"] == 5 and noted["free_gb"] == 7
+    assert phases.measure_memory(SimpleNamespace(_object=object())).keys() == {"process_gb"}
 
 
 def test_each_phase_is_measured_in_its_workers_once_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

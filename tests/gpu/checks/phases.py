@@ -64,14 +64,29 @@ def _noting(method: Callable[..., Any], phase: str, groups_of: GroupsOf, file: P
     return call
 
 
-def measure_memory(worker: object) -> dict[str, float]:
-    """Return GB that this process has on the host and, where it computes on a GPU, there, and what is free on it."""
+def measure_memory(worker: Any) -> dict[str, float]:
+    """Return GB that a worker has on the host and, where it computes on a GPU, there, and what is free on it.
+
+    A sampling engine may compute in further processes: on the host it is the sum, on the GPU the one that has most.
+    """
     import torch
 
     from gkd.cluster.workers.activity import memory_here
+    from gkd.rollout.worker import RolloutWorker
 
-    memory = {name: value for name, value in memory_here().items() if name in ("process_gb", "allocated_gb")}
-    return {**memory, "free_gb": torch.cuda.mem_get_info()[0] / 1e9} if torch.cuda.is_initialized() else memory
+    built = worker._object
+    memory = [memory_here()]
+    free = [torch.cuda.mem_get_info()] if torch.cuda.is_initialized() else []
+    if isinstance(built, RolloutWorker):  # only the thread of its engine may call these
+        memory += built.loop.call(lambda: built.engine.call_processes(memory_here), "measure its memory")
+        if any("allocated_gb" in its for its in memory[1:]):
+            free += built.loop.call(lambda: built.engine.call_processes(torch.cuda.mem_get_info), "measure its memory")
+    noted = {"process_gb": sum(its["process_gb"] for its in memory)}
+    if allocated := [its["allocated_gb"] for its in memory if "allocated_gb" in its]:
+        noted["allocated_gb"] = max(allocated)
+    if free:
+        noted["free_gb"] = min(its for its, _ in free) / 1e9
+    return noted
 
 
 def read_phases(file: Path) -> dict[str, dict[str, list[float]]]:

@@ -79,6 +79,8 @@ def colocation(context: Context) -> None:
     context.note(phases=phases)
     lacking = set(PHASES) - {name.partition(",")[0] for name in phases}
     require(not lacking, f"no worker noted its memory after {sorted(lacking)}")
+    unseen = [phase for phase, noted in phases.items() if not {"allocated_gb", "free_gb"} <= noted.keys()]
+    require(context.rehearsal or not unseen, f"of the GPU nothing was noted after {unseen}")
     _agrees(context, result)
     saved, damaged = find_newest_intact(result.output / "checkpoints")
     require(saved is not None and not damaged, f"no checkpoint is intact; damaged are {damaged}")
