@@ -1,7 +1,8 @@
 """Colocation: GPUs that the actor shares with engines and that do not hold both.
 
 While engines sample and score, the actor is offloaded to the host's memory; while it learns, they sleep. Weights go
-over while the actor and the weights of the sampling engines are on the GPUs. Whoever uses a group prepares for it
+over while the actor and the weights of the sampling engines are on the GPUs. Groups free and take memory one after the
+other: vLLM fails where what is free on a GPU shrinks while it goes to sleep. Whoever uses a group prepares for it
 first, so that no caller has to remember who is on the GPUs.
 """
 

@@ -22,14 +22,21 @@ class Member:
     """Keeps what it has on its GPU, and refuses what makes no sense."""
 
     held: str = "all"
+    name: str = ""
+    turns: list[str] = field(default_factory=list)
+    """Of all members, what each holds from then on."""
 
     def sleep(self) -> None:
         assert self.held != "nothing"
-        self.held = "nothing"
+        self._hold("nothing")
 
     def wake(self, weights_only: bool = False) -> None:
         assert self.held != "all"
-        self.held = "weights" if weights_only else "all"
+        self._hold("weights" if weights_only else "all")
+
+    def _hold(self, what: str) -> None:
+        self.held = what
+        self.turns.append(f"{self.name} {what}")
 
     def offload(self) -> None:
         self.sleep()
@@ -65,6 +72,29 @@ def test_who_works_is_on_the_gpus_and_nobody_else(calls: list[str]) -> None:
     for call in calls:
         getattr(colocation, call)()
         assert trio.held == WANTED[call]
+
+
+def test_memory_is_freed_before_others_take_it() -> None:
+    """One group after the other: vLLM fails where the GPU's free memory shrinks while it goes to sleep."""
+    turns: list[str] = []
+    actor, sampler, *scorers = (
+        Member("nothing" if name == "actor" else "all", name, turns)
+        for name in ("actor", "sampler", "teacher", "reference")
+    )
+    colocation = Colocation(actor, [sampler], scorers)
+    engines_sleep = ["sampler nothing", "teacher nothing", "reference nothing"]
+    engines_wake = ["actor nothing", "sampler all", "teacher all", "reference all"]
+    for prepare, expected in (
+        (colocation.prepare_push, [*engines_sleep, "actor all", "sampler weights"]),
+        (colocation.onload_actor, ["sampler nothing"]),
+        (colocation.wake_engines, engines_wake),
+        (colocation.onload_actor, [*engines_sleep, "actor all"]),
+        (colocation.prepare_push, ["sampler weights"]),
+        (colocation.wake_engines, engines_wake),
+    ):
+        turns.clear()
+        prepare()
+        assert turns == expected
 
 
 def group(name: str, *uuids: str) -> Group:

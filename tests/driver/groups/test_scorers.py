@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import gkd.cluster.workers.group
 import gkd.driver.groups.scorers
 from gkd.cluster.health.watched import RestartPolicy
 from gkd.cluster.workers.group import Group
@@ -82,3 +83,33 @@ def test_a_replica_that_is_started_again_has_the_cache_of_before(
     ((settings, spec),) = built
     assert (spec.name, spec.port, spec.cache_bytes) == ("teacher:math", 5002, size)
     assert _engine_spec(settings, spec, None).cache_bytes == size
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake"])
+def test_scorers_on_the_actors_gpu_take_turns(method: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One begins when the one before is done; those that have their own GPU do not sleep at all."""
+    turns: list[str] = []
+
+    class Played(Group):
+        def submit_control(self, method: str, *_: Any, **__: Any) -> Any:
+            turns.append(f"{self.name} begins {method}")
+            return self.name
+
+    def gather(calls: list[Any], *_: Any, **__: Any) -> list[list[None]]:
+        turns.extend(f"{call} is done" for call in calls)
+        return [[None]] * len(calls)
+
+    for module in (gkd.driver.groups.scorers, gkd.cluster.workers.group):
+        monkeypatch.setattr(module, "gather", gather)
+    monkeypatch.setattr(Config, "groups_on_actor_gpus", lambda _: ["rollout", "teacher", "reference"])
+    offload = config.cluster.model_copy(update={"offload": True})
+    inputs: Any = None
+    engines: Any = {
+        name: SimpleNamespace(leaders=Played(name, (None,), tuple(reports(name, "GPU-0"))))
+        for name in ("teacher", "reference", "reward_model")
+    }
+    scorers = Scorers(config.model_copy(update={"cluster": offload}), inputs, Key.generate(), engines)
+    getattr(scorers, method)()
+    assert turns == [
+        f"teacher begins server.{method}", "teacher is done", f"reference begins server.{method}", "reference is done",
+    ]  # fmt: skip
