@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.config.device import GIB, Device
+from gkd.config.device import GIB, RESULT_ENTRY_BYTES, Device
 from gkd.errors import RunFailed, describe_error, one_line
-from gkd.inference.engine import ENTRY_BYTES, EngineSpec
+from gkd.inference.engine import EngineSpec
 from gkd.inference.requests import GenerateRequest, RequestRejected, ScoreRequest
 from gkd.inference.tail import tails_instead_of_ranks, tails_of
 from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 RESULT_BYTES = 2 * GIB  # results of requests in the engine, prompt rows included; not part of vLLM's own budget
 LOGIT_BYTES = GIB  # float32 logits of one step on a CPU, where vLLM makes those of a whole prompt at once
-ROW_BYTES = 2 * GIB  # top K of all tokens of one step on a GPU, in parts and put together; not in vLLM's budget either
+ROW_BYTES = 2 * GIB  # top K of all tokens of one step on a GPU, not in vLLM's budget either; more for many sequences
 # Part of a sequence that its prompt is, from which on the prompt is read from the cache. Samples of one prompt often
 # begin alike, and then one costs a second, whole pass: reading pays where fewer than this part of them do.
 CACHED_PART = 2 / 3
@@ -91,16 +91,15 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             fitting = LOGIT_BYTES // (4 * vocabulary)
         else:
             most = 8192  # vLLM's own, twice that on a large card
-            fitting = ROW_BYTES // (2 * ENTRY_BYTES * (min(settings.max_top_k, vocabulary) + 1))
+            fitting = ROW_BYTES // cls.top_k_bytes(1, min(settings.max_top_k, vocabulary))
             if fitting >= 2 * most:
                 return None
         return max(settings.max_num_seqs, 256, min(most, fitting))
 
     @classmethod
     def top_k_bytes(cls, tokens: int, k: int) -> int:
-        """Return what the top ``k`` of a step take: of no more tokens than :meth:`batched_tokens` allows."""
-        a_token = 2 * ENTRY_BYTES * (k + 1)
-        return min(tokens * a_token, max(ROW_BYTES, 256 * a_token))
+        """Return what the top ``k`` of a step of so many tokens take: in parts, and put together."""
+        return 2 * super().top_k_bytes(tokens, k)
 
     def __init__(self, spec: EngineSpec) -> None:
         arguments, self.device = scoring_arguments(spec), spec.device
@@ -170,7 +169,7 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         return sum(running.bytes for running in self._running.values()) + self._bytes(request) <= RESULT_BYTES
 
     def _bytes(self, request: ScoreRequest) -> int:
-        return len(request.token_ids) * (self.limits.width(request) + 1) * 8
+        return len(request.token_ids) * (self.limits.width(request) + 1) * RESULT_ENTRY_BYTES
 
     def _start(self, key: int, request: ScoreRequest | GenerateRequest, reads_cache: bool = True) -> None:
         from vllm import SamplingParams

@@ -141,7 +141,9 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         rows = min(managed.prompt_rows, longest)
         items["logits of prompt rows"] = float(rows * shape.vocabulary * (c + 2 * F32))
         k = _largest_top_k(layout, group, shape)
-        items["top K of prompt rows"] = float(kind.top_k_bytes(managed.by_size(managed.step_tokens, gpu.memory), k))
+        limited = kind.batched_tokens(shape.vocabulary, engine.model_copy(update={"max_top_k": k}), "cuda")
+        tokens = managed.by_size(managed.step_tokens, gpu.memory) if limited is None else limited
+        items["top K of prompt rows"] = float(kind.top_k_bytes(tokens, k))
     else:
         items["weights being received"] = _received_bytes(layout, shape, tp)
     use = _use_of(layout, group, engine, longest)

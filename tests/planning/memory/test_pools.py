@@ -272,16 +272,19 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
 
 
 def test_the_top_k_of_a_step_is_planned_as_the_engine_caps_it() -> None:
-    """Ids of 8 bytes and values of 4, twice; a large K has smaller steps (gkd.inference.vllm_scorer)."""
+    """Ids of 8 bytes and values of 4, twice; a large K has smaller steps, but of a token of each sequence at least."""
     from gkd.data.model_info import ModelInfo
     from gkd.inference.engine import EngineSpec
     from gkd.inference.vllm_scorer import ROW_BYTES, scoring_arguments
 
-    for k, tokens in ((512, None), (32_768, ROW_BYTES // (24 * 32_769))):
-        s = layout_of(*DISTIL, f"data.val_top_k={k}", "teacher.engine=vllm")
+    whole = 152_064
+    for k, n_seqs, tokens in (
+        (512, 32, None), (32_768, 32, ROW_BYTES // (24 * 32_769)), (whole, 32, 588), (whole, 1024, 1024)
+    ):  # fmt: skip
+        s = layout_of(*DISTIL, f"data.val_top_k={k}", f"teacher.max_num_seqs={n_seqs}", "teacher.engine=vllm")
         settings = s.config.teacher.model_copy(update={"max_top_k": k})
         arguments = scoring_arguments(
-            EngineSpec("teacher", "teacher", ModelInfo(152_064, None, [1], 0), settings, "cuda", "bfloat16")
+            EngineSpec("teacher", "teacher", ModelInfo(whole, None, [1], 0), settings, "cuda", "bfloat16")
         )
         assert arguments.get("max_num_batched_tokens") == tokens
         planned = pool_memory(s, "teacher", s.config.teacher).items["top K of prompt rows"]
