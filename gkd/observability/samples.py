@@ -25,6 +25,8 @@ class SampleLog:
     """Writes ``trainer.n_logged_samples`` of each step, those of the first prompts, group by group.
 
     ``rewards`` are those of the functions, and ``reward`` is what is learned from, as in ``reward/mean``.
+    ``versions`` are those of the weights that sampled a response, stretch by stretch, each with its number of tokens,
+    ``version`` is the oldest.
     The first ``trainer.n_logged_tokens`` response tokens have their log-probabilities in a row's ``tokens``:
     ``text`` [T], ``student`` [T], the sampler's, under the distribution that was sampled from; ``teacher`` [T] and
     ``top`` [T, 5] of token and log-probability, at ``algorithm.loss.temperature``. What was not scored is left out.
@@ -54,6 +56,7 @@ class SampleLog:
             "answer": sample.request.prompt.answer,
             "finish_reason": sample.finish_reason,
             "version": training.version,
+            "versions": [(span.version, span.stop - span.start) for span in training.versions],
             "prompt_id": training.prompt_id,
             "index": training.index,
             "length": training.n_sampled,

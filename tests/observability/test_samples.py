@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gkd.config import load
 from gkd.observability.metrics import JsonLines
 from gkd.observability.page.samples import Texts, read_samples
 from gkd.observability.samples import SampleLog
-from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target, VersionSpan
 from tests.data.models import word_tokenizer
 from tests.samples import training_sample
 
@@ -72,6 +73,16 @@ def test_tokens_have_the_log_probabilities_of_both(tmp_path: Path, monkeypatch: 
     assert [[p for _, p in position] for position in tokens["top"]] == [
         pytest.approx(likely[:5].tolist(), abs=1e-4) for likely in target.logprobs[:4]
     ]
+
+
+def test_a_row_has_the_weights_of_every_stretch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where new weights came while the sample was under way (schedule.in_flight)."""
+    assert written(tmp_path, monkeypatch, scored(), 0)["versions"] == [[4, N]]
+    in_flight = replace(training_sample(0, 3, 0, n=N), versions=(VersionSpan(2, 5, 3), VersionSpan(5, 2 + N, 4)))
+    with JsonLines(tmp_path / "in_flight") as file:
+        SampleLog(file, load({}), word_tokenizer()).write(5, [in_flight])
+    row = json.loads((tmp_path / "in_flight").read_text())
+    assert row["version"] == 3 and row["versions"] == [[3, 3], [4, N - 3]]
 
 
 def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
