@@ -2,7 +2,7 @@
 #   environment EXTRAS...     e.g. environment test
 # Sets PYTHON. GKD_DEVICE=cpu or cuda overrides what is found.
 
-die() { echo "error: $*" >&2; exit 1; }
+die() { echo "error: $*" >&2; exit 2; }
 
 # The comment at the head of a script, for its --help.
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"; }

@@ -84,7 +84,7 @@ def test_the_quickstart_asks_for_a_compiler_before_it_installs(tmp_path: Path) -
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "installing" not in done.stdout
     assert done.stderr.startswith("error: GPUs need"), done.stderr
     assert "apt-get install gcc python3-dev" in done.stderr

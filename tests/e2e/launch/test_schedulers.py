@@ -95,7 +95,7 @@ nodes=(a b); head=a; port=7; GKD_PYTHON=python
     variables = {**os.environ, "OWN": own, "KNOWN": known}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if expected is None:
-        assert done.returncode == 1 and contains_in_order(done.stderr, "error: b ", " of a ", "loopback")
+        assert done.returncode == 2 and contains_in_order(done.stderr, "error: b ", " of a ", "loopback")
     else:
         assert (done.stdout, done.stderr, done.returncode) == (f"{expected}\n", "", 0)
 
