@@ -263,7 +263,11 @@ def _as_ctrl_c() -> Iterator[None]:
 
 
 def _main(argv: Sequence[str]) -> int:
-    options, gpus = _arguments(argv), read_gpus()
+    try:
+        options = _arguments(argv)
+    except SystemExit:  # --help
+        return 0
+    gpus = read_gpus()
     n_gpus = _n_gpus(gpus, options.rehearse)
     checks = [check for check in CHECKS if (check.name in options.only if options.only else not check.on_request)]
     about, ended = versions(gpus), []

@@ -208,6 +208,13 @@ def test_the_pages_have_its_checks_as_they_are() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
+def test_its_help_is_no_failure() -> None:
+    done = subprocess.run(
+        [sys.executable, acceptance.__file__, "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_rehearsed_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "RESULTS", tmp_path / "results")
     names = ["attention", "ipc", "assignment", "update_profile", "mps"]
