@@ -16,7 +16,7 @@ import yaml
 from gkd.cli import serve_teacher
 from gkd.cli.command import PROGRAMS, main
 from gkd.cli.sweep import expand
-from gkd.config import Config, Reward, hint, settings
+from gkd.config import Config, Reward, hint, output_files, settings
 from gkd.config.compose import compose, groups
 from gkd.config.registry import Registry
 from gkd.errors import ConfigError
@@ -33,6 +33,14 @@ METRIC = re.compile(
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+
+
+def test_readme_has_every_file_that_a_run_leaves() -> None:
+    """As they are named in :mod:`gkd.config.output_files`."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## What a run leaves\n")[1].split("\n## ")[0]
+    shown = {name for file, _ in tables(section) for name in re.findall(r"`([\w.]+)/?.*?`", file)}
+    names = {name for constant, name in vars(output_files).items() if constant.isupper() and isinstance(name, str)}
+    assert len(names) > 9 and names - shown == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
