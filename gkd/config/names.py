@@ -9,7 +9,6 @@ from __future__ import annotations
 from gkd.config.base import GROUP_OF
 
 SECTIONS: dict[str, str] = {
-    "algorithm.correction": "algorithm.importance_sampling.level, .cap and .mask",
     "critic": "there is no critic: a group of samples is its own baseline (rollout.n)",
     "actor_rollout_ref.rollout.agent": "there are no turns with tools; a prompt may hold earlier ones as messages",
     "actor_rollout_ref.rollout.multi_turn": "there are no turns with tools; a prompt may hold earlier ones as messages",
