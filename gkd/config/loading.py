@@ -225,7 +225,7 @@ def _own_error(section: str, context: Mapping[str, Any]) -> ConfigError:
         return _dotted_error(key, value)
     if key in names:  # of another class than the one that its section names
         return ConfigError(f"{key}={value}: is no setting of what is named, but of {names[key]}")
-    return make_unknown_error(key, value, [f"{section}.{name}" for name in context["known"]])
+    return make_unknown_error(key, value, [f"{section}.{name}" for name in context["known"]], str(context["why"]))
 
 
 def _dotted_error(key: str, value: Any) -> ConfigError:
@@ -262,15 +262,16 @@ def is_text(text: str) -> bool:
         return False
 
 
-def make_unknown_error(key: str, value: Any, own: Iterable[str] = ()) -> ConfigError:
+def make_unknown_error(key: str, value: Any, own: Iterable[str] = (), why: str = "") -> ConfigError:
     """Return the error of an unknown setting; of an unknown section that of its first setting.
 
-    ``own``: settings of a user's class, one of which may be meant.
+    ``own``: settings of a user's class, one of which may be meant. ``why``: why it takes none.
     """
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
-    return ConfigError(f"unknown setting {key}{hint(plain_name(key), [*settings(), *own])}")
+    explained = f"{key}: {why}" if why else key
+    return ConfigError(f"unknown setting {explained}{hint(plain_name(key), [*settings(), *own])}")
 
 
 def plain_name(key: str) -> str:

@@ -100,9 +100,10 @@ class OpenSettings(Settings):
                 raise ValueError(f"in {owner.__name__}.Config: {describe_raised(error)}") from None
             except ValidationError as error:
                 first = error.errors()[0]
-                key = prefix + ".".join(map(str, first["loc"]))
+                key, unknown = prefix + ".".join(map(str, first["loc"])), first["type"] == "extra_forbidden"
                 why = one_line(str(first["msg"]).removeprefix("Value error, "))
-                raise _refusal(key, first["input"], why, first["type"] == "extra_forbidden", known) from None
+                why = self._explain_unknown(getattr(self, self.selects)) if unknown else why
+                raise _refusal(key, first["input"], why, unknown, known) from None
             for name in _find_unkept(checked, complete, again):
                 why = f"{owner.__name__}.Config would read another value from a run's file; secrets are for variables"
                 raise _refusal(f"{prefix}{name}", getattr(checked, name), why)
@@ -113,10 +114,18 @@ class OpenSettings(Settings):
             elif complete and section in map(shorten_name, self.selected_names()):
                 extra[section] = complete
         if "" not in owners:
+            named = {shorten_name(name): name for name in self.selected_names()}
             for name, value in extra.items():
                 if name not in owners:
-                    raise _refusal(name, value, "", unknown=True)
+                    raise _refusal(name, value, self._explain_unknown(named.get(name)), unknown=True)
         return self
+
+    def _explain_unknown(self, name: Any) -> str:
+        """Return why no setting of ``name`` is known, where that is a class of the user's that takes none."""
+        is_own = isinstance(name, str) and name not in self.registry.names()
+        return (
+            f"{shorten_name(name)} takes no settings" if is_own and not settings_class(self.registry.load(name)) else ""
+        )
 
 
 def find_changed_settings(section: Settings) -> dict[str, Any]:
@@ -209,7 +218,8 @@ def _find_ignored(kind: type[BaseModel], values: Mapping[str, Any], prefix: str)
 def _refusal(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:
     """Return the error of one setting: of an unknown section its first setting, of a known one without its value.
 
-    ``known``: settings beside it that its class takes, one of which may be meant.
+    ``why``: of an unknown one why none is known, where that is clear. ``known``: settings beside it that its class
+    takes, one of which may be meant.
     """
     while unknown and isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from datetime import date
 from enum import Enum
@@ -454,8 +455,28 @@ def test_a_class_may_state_that_it_takes_no_settings(tmp_path: Path) -> None:
     )
     own = f"algorithm.advantage.name={file}:Bare"
     assert compose(["+recipe=grpo", own]).algorithm.advantage.class_settings() is None
-    with pytest.raises(ConfigError, match=r"^unknown .*algorithm\.advantage\.scale"):
+    with pytest.raises(ConfigError, match=r"^unknown .*algorithm\.advantage\.scale: Bare "):
         compose(["+recipe=grpo", own, "algorithm.advantage.scale=2"])
+
+
+def test_that_own_code_takes_no_settings_is_stated_where_it_is_given_one(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "from gkd.observability.trackers.tracker import Tracker\n"
+        "def flat(completion): return 1.0\n"
+        "class Silent(Tracker):\n"
+        "  def __init__(self, run): pass\n"
+        "  def log(self, step, metrics): pass\n"
+        "  def close(self, failed): pass\n"
+    )
+    for named, setting in (
+        (f"reward.functions=[{file}:flat]", "reward.flat.floor"),
+        (f"trainer.trackers=[{file}:Silent]", "trainer.Silent.url"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^unknown .*{re.escape(setting)}: {setting.split('.')[1]} "):
+            compose(["+recipe=grpo", named, f"{setting}=1"])
+    with pytest.raises(ConfigError, match=r"^unknown .*reward\.curt\.floor$"):  # of what is not named nothing is known
+        compose(["+recipe=grpo", f"reward.functions=[{file}:flat]", "reward.curt.floor=1"])
 
 
 def test_settings_of_classes_that_are_not_named_are_warned_of() -> None:
