@@ -264,8 +264,8 @@ class RewardModelModel(Settings):
 
     path: str | None = Field(
         None,
-        description="directory or locally cached name of a sequence classification model with one output (verl: "
-        "reward_model.model_path; OpenRLHF: reward_pretrain)",
+        description="directory or locally cached name of a model that reward_model.engine takes: classifier one for "
+        "sequence classification with one output (verl: reward_model.model_path; OpenRLHF: reward_pretrain)",
     )
 
 

@@ -67,6 +67,12 @@ def check_student(path: str, setting: str) -> str:
     return directory
 
 
+def check_model(path: str, setting: str) -> str:
+    """Return the directory of the model at ``path``, of whatever kind; other errors as in check_causal_lm."""
+    directory, _ = _read_config(path, setting, "CONFIG_MAPPING_NAMES")
+    return _check_files(directory, f"{setting}={path}")
+
+
 def check_reward_model(path: str, setting: str) -> str:
     """Return the directory of the classification model with one output at ``path``; errors as in check_causal_lm."""
     directory, config = _read_config(path, setting, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gkd.config.device import EngineLoad
+from gkd.data.tokenizer import check_reward_model
 from gkd.inference.decoding import pad
 from gkd.inference.engine import EngineSpec, ModuleEngine
 from gkd.inference.requests import RateRequest
@@ -30,6 +31,11 @@ class Classifier(ModuleEngine[RateRequest, float]):
         longest, positions = spec.settings.max_model_len, spec.model.positions
         self.limits = spec.limits(longest if positions is None else min(longest, positions), rates=True)
         self._waiting: deque[tuple[int, RateRequest]] = deque()
+
+    @classmethod
+    def check_model(cls, path: str, setting: str) -> str:
+        """Return the directory of a model that classifies sequences, with one output. Raises ConfigError for others."""
+        return check_reward_model(path, setting)
 
     @classmethod
     def memory(cls, load: EngineLoad) -> dict[str, float]:

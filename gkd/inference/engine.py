@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from gkd.config.device import Device, Dtype, EngineLoad, NodeSpan
 from gkd.config.groups import scorer_group
+from gkd.data.tokenizer import check_model
 from gkd.errors import ConfigError
 from gkd.inference.requests import Limits, RequestRejected
 
@@ -186,6 +187,15 @@ class InferenceEngine(ABC, Generic[RequestT, AnswerT]):
     @abstractmethod
     def __init__(self, spec: EngineSpec) -> None:
         """Load the model. Raises ConfigError or RunFailed where that cannot be done."""
+
+    @classmethod
+    def check_model(cls, path: str, setting: str) -> str:
+        """Return the directory of the model at ``path``, with which the engine is to rate.
+
+        Raises ConfigError, naming ``setting``, for one that it does not take. By default any whose weights are
+        safetensors and which has a tokenizer; gkd.data.tokenizer has checks of one kind, such as ``check_causal_lm``.
+        """
+        return check_model(path, setting)
 
     @classmethod
     def batched_tokens(cls, vocabulary: int, settings: Any, device: Device) -> int | None:

@@ -92,9 +92,10 @@ def test_there_are_commands() -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands are typed: with the recipes and with the files that pages show."""
+    """Where commands are typed: with the project's files of one's own and with those that pages show."""
     path = tmp_path_factory.mktemp("typed")
-    (path / "recipes").symlink_to(ROOT / "recipes")
+    for folder in ("recipes", "tests"):
+        (path / folder).symlink_to(ROOT / folder)
     for page in PAGES:
         for file, code in python_files(page):
             (path / file).write_text(code, encoding="utf-8")

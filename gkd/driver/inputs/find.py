@@ -22,14 +22,7 @@ from gkd.data.row import Row
 from gkd.data.stream import PromptStream
 from gkd.data.task import TaskInputs, make_inputs, require_teacher
 from gkd.data.templates import warn_of_raw_text
-from gkd.data.tokenizer import (
-    check_causal_lm,
-    check_reward_model,
-    check_same_tokenizer,
-    check_student,
-    load_tokenizer,
-    tokenizer_hash,
-)
+from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, check_student, load_tokenizer, tokenizer_hash
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import Questions, load_questions
 from gkd.evaluation.rating import reward_settings
@@ -90,8 +83,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     models = read_models(student, scorers, tokenizer)
     _require_usable(config, student, scorers)
     longest = max_length(config, models)
-    if config.reward_model.model.path is not None and config.has_reward_model_group:
-        scorers["reward_model"] = check_reward_model(config.reward_model.model.path, "reward_model.model.path")
+    scorers |= _find_reward_model(config)
     if config.algorithm.needs_teacher:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
@@ -314,6 +306,14 @@ def find_models(config: Config, task_inputs: TaskInputs) -> tuple[str, dict[str,
     return student, scorers
 
 
+def _find_reward_model(config: Config) -> dict[str, str]:
+    """Return the directory of the reward model by its name, where there is one. Raises ConfigError for an unfit one."""
+    if not config.has_reward_model_group:
+        return {}
+    settings = config.reward_model
+    return {"reward_model": settings.engine_class.check_model(settings.model.path, "reward_model.model.path")}
+
+
 def require_files(config: Config) -> None:
     """Raise ConfigError for a model or a file of data that a run of ``config`` would not find; a task makes its own.
 
@@ -327,8 +327,7 @@ def require_files(config: Config) -> None:
         next(read_rows(file))
     if not config.uses_task:
         find_models(config, find_files(config, log.info))
-    if config.has_reward_model_group and config.reward_model.model.path is not None:
-        check_reward_model(config.reward_model.model.path, "reward_model.model.path")
+    _find_reward_model(config)
 
 
 def _require_answers(config: Config, train: PromptSet) -> None:

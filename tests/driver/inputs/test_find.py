@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from contextlib import nullcontext
 from datetime import date
@@ -18,8 +19,9 @@ from gkd.config import Config, load
 from gkd.config.rewards import Reward
 from gkd.data.layouts import get_stated_day
 from gkd.driver.checkpoints.resume import day_of
-from gkd.driver.inputs.find import find_inputs
+from gkd.driver.inputs.find import find_inputs, require_files
 from gkd.errors import ConfigError
+from gkd.inference.engine import InferenceEngine
 from tests.data.models import TEMPLATE, save_model, save_reward_model, word_tokenizer
 from tests.data.test_answers import EOS, IM_END, chat_tokenizer
 
@@ -239,6 +241,38 @@ def test_models_that_a_run_goes_on_with_are_known_by_their_weights(models: Path,
     scored = fingerprints("one", rewarded)
     assert scored.keys() == {"model.path", "reference.model.path", "reward_model.model.path"}
     assert scored["reference.model.path"] == scored["model.path"] != scored["reward_model.model.path"]
+
+
+def test_an_engine_states_which_models_it_rates_with(models: Path, tmp_path: Path) -> None:
+    save_reward_model(tmp_path / "classifier")
+    paths = {"language": models / "base", "classifier": tmp_path / "classifier"}
+    files = {"train_files": [str(models / "text.jsonl")], "val_files": [str(models / "text.jsonl")]}
+
+    def check(engine: str, kind: str) -> None:
+        rating = {"engine": engine, "model": {"path": str(paths[kind])}}
+        config = load(
+            {
+                "model": {"path": str(models / "base")},
+                "rollout": {"n": 2, "engine": "hf"},
+                "data": files,
+                "algorithm": {"name": "grpo"},
+                "reward": {"functions": ["reward_model"]},
+                "reward_model": rating,
+            }
+        )
+        require_files(config)
+        assert find_inputs(config, lambda line: None).scorers["reward_model"] == str(paths[kind])
+
+    own = "tests.own.likelihood:Likelihood"
+    check("classifier", "classifier")
+    check(own, "language")
+    for engine, kind in (("classifier", "language"), (own, "classifier")):
+        with pytest.raises(ConfigError, match=rf"^reward_model\.model\.path={re.escape(str(paths[kind]))}: "):
+            check(engine, kind)
+    for path in paths.values():  # what an engine takes that states nothing
+        assert InferenceEngine.check_model(str(path), "reward_model.model.path") == str(path)
+    with pytest.raises(ConfigError, match=r"^x=.*config\.json"):
+        InferenceEngine.check_model(str(tmp_path), "x")
 
 
 def test_a_teacher_with_other_tokens_is_named_by_its_own_setting(models: Path, tmp_path: Path) -> None:
