@@ -67,7 +67,7 @@ def make(
     from gkd.planning.layout import Layout, models_of, nodes_of, require_lengths
     from gkd.planning.measured.factors import factors_of
 
-    config = _place_here(_compose(overrides), best is not None)
+    config = _place_here(compose_plan(overrides), best is not None)
     models = models_of(config)
     require_lengths(config, models)
     layout = Layout(config, models, _hardware(config, best is not None), nodes_of(config))
@@ -81,8 +81,8 @@ def make(
     return plan(layout, factors, best, by_memory)
 
 
-def _compose(overrides: Sequence[str]) -> Config:
-    """Compose the configuration; data need not be named where a model of one's own is."""
+def compose_plan(overrides: Sequence[str]) -> Config:
+    """Compose the configuration; data need not be named where a model of one's own is. Raises ConfigError."""
     from gkd.config.compose import compose_run, named_settings
 
     named = named_settings(overrides)

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gkd.cli import serve_teacher
 from gkd.cli.command import PROGRAMS, main
+from gkd.cli.plan import compose_plan
+from gkd.cli.serve_teacher import compose_server
 from gkd.cli.sweep import expand
 from gkd.config import Config, Reward, hint, output_files, settings
-from gkd.config.compose import compose, groups
+from gkd.config.compose import compose
 from gkd.config.registry import Registry
 from gkd.errors import ConfigError
+from gkd.planning.layout import gpu_hardware
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
 from tests.docs.pages import OF_OTHERS, PAGES, ROOT, Command, anchors, commands, links, python_files, spans, tables
@@ -111,7 +113,8 @@ def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "wrong",
     [
-        "gkd --hepl", "gkd trian +recipe=grpo", "gkd plan --bset 8", "python -m gkd dta", "gkd train trainer.stps=1",
+        "gkd --hepl", "gkd trian +recipe=grpo", "gkd plan --bset 8", "gkd plan +recipe=nope model.size=7b",
+        "gkd plan +recipe=grpo model.size=7b plan.gpu_type=h1oo", "python -m gkd dta", "gkd train trainer.stps=1",
         "python -m tests.gpu.on_another_device", "python -m tests.message", "python tests/gpu/acceptance.py --onyl mps",
         "./launch/test.sh --al", "./launch/ray_cluster.sh worker --addres HOST:6379", "GKD_DEVICE=cpu ./launch/qick.sh",
         "pip install 'gkd[ligre]'", "pip install -e '.[docs,tset]'", "pip install nixel", "mkdocs build --strct",
@@ -172,18 +175,14 @@ def usage_of(program: str) -> str:
 
 @cache
 def error_of(program: str, overrides: tuple[str, ...]) -> str | None:
-    """The error that composing a command's configuration ends with; None where it is accepted.
-
-    A plan needs no data, so of its settings only the names are looked up.
-    """
+    """The error that composing a command's configuration ends with; None where it is accepted."""
     programs = ("train", "data", "plan", "verify-gpus", "submit", "serve-teacher", "evaluate")
     assert not overrides or program in programs
     try:
-        if program == "plan":
-            keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-            return next((f"unknown setting {key}" for key in keys if key not in KNOWN and key not in groups()), None)
-        if program == "serve-teacher" and overrides:
-            serve_teacher.compose_server(overrides)
+        if program == "plan" and overrides:
+            gpu_hardware(compose_plan(overrides).plan)
+        elif program == "serve-teacher" and overrides:
+            compose_server(overrides)
         elif overrides:
             compose(overrides)
     except ConfigError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import Qwen2Config
 
-from gkd.cli.plan import _compose, main
+from gkd.cli.plan import compose_plan, main
 from gkd.config import settings
 from gkd.config.compose import compose
 from gkd.config.device import GIB
@@ -143,7 +143,7 @@ def test_a_plan_of_a_file_needs_no_data(text: str, overrides: list[str], tmp_pat
     (tmp_path / "mine.yaml").write_text(text)
     assert planned(tmp_path, str(tmp_path / "mine.yaml"), *overrides)["memory"]
     (tmp_path / "mine.yaml").write_text("{recipe: grpo, model: {size: 0.5b}, data: {train_files: [a], val_files: [b]}}")
-    config = _compose([str(tmp_path / "mine.yaml")])
+    config = compose_plan([str(tmp_path / "mine.yaml")])
     assert (config.data.train_files, config.data.val_files) == (["a"], ["b"])
 
 
