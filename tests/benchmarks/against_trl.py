@@ -92,7 +92,7 @@ def run_trl(directory: Path, steps: int) -> list[dict[str, float]]:
     began = [time.monotonic()]
     stages = {"generate": 0.0, "score": 0.0}
 
-    class Clock(TrainerCallback):
+    class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
             now = time.monotonic()
             step = now - began[0]

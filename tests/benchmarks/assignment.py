@@ -77,7 +77,8 @@ def program_s(address: str, workers: int, report: Path) -> float:
 def cpu_s(directory: str) -> float:
     """Seconds that the living processes of this Ray have computed."""
     times = [psutil.Process(pid).cpu_times() for pid in reaper.processes_of(directory)]
-    return sum(each.user + each.system for each in times)
+    seconds: float = sum(each.user + each.system for each in times)
+    return seconds
 
 
 def placing_s(workers: int, directory: str) -> tuple[float, float]:

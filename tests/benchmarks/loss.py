@@ -110,8 +110,13 @@ def measure(way: str, loss: str, shape: Shape, device: torch.device) -> dict[str
     settings = Loss(**LOSSES[loss])
     one_pass = functools.partial(_one_pass, roomy=shape.roomy)
     compiled = functools.partial(_compiled, roomy=shape.roomy)
-    ways = {"autograd": _autograd, "one pass": one_pass, "compiled": compiled, "products alone": _products}
-    run: Callable[..., None] = ways[way]
+    ways: dict[str, Callable[..., None]] = {
+        "autograd": _autograd,
+        "one pass": one_pass,
+        "compiled": compiled,
+        "products alone": _products,
+    }
+    run = ways[way]
     if device.type == "cpu" and way != "compiled":
         run(*_small(hidden, head, targets), settings, 8)  # what is set up once
     else:
@@ -177,7 +182,7 @@ def _one_pass(
         return result.loss.sum(), {"loss": result.loss, **result.diagnostics()}
 
     values, gradients = differentiate_in_chunks(hidden, head, of, chunk, roomy)
-    gradients.attach_to(values["loss"].sum()).backward()
+    gradients.attach_to(values["loss"].sum()).backward()  # type: ignore[no-untyped-call]
 
 
 def _compiled(
@@ -194,7 +199,7 @@ def _kernels() -> Kernels:
 
 def _autograd(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
     """Differentiate log-probabilities from log_softmax, with the head run again in the backward pass."""
-    divergence = loss.build()
+    divergence: Callable[..., Tensor] = loss.build()
 
     def of(rows: Tensor, start: int) -> Tensor:
         log_q = torch.log_softmax(head(rows).float(), -1)
@@ -212,14 +217,16 @@ def _autograd(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, l
         return value
 
     starts = range(0, len(hidden), chunk)
-    parts = [checkpoint(of, rows, i, use_reentrant=False) for i, rows in zip(starts, hidden.split(chunk), strict=True)]
-    torch.cat(parts).sum().backward()
+    parts = [
+        checkpoint(of, rows, i, use_reentrant=False) for i, rows in zip(starts, torch.split(hidden, chunk), strict=True)
+    ]
+    torch.cat(parts).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _products(hidden: Tensor, head: torch.nn.Linear, targets: PositionTargets, loss: Loss, chunk: int) -> None:
     del targets, loss
     with torch.no_grad():
-        for rows in hidden.split(chunk):
+        for rows in torch.split(hidden, chunk):
             logits = head(rows)
             logits.T @ rows
             logits @ head.weight

@@ -151,13 +151,15 @@ class Rollout(rollout_worker.RolloutWorker):
     """The real worker, whose scorer and engine sleep."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        pipeline.load_tokenizer = lambda *_: None
+        pipeline.load_tokenizer = lambda *_: None  # type: ignore[attr-defined]
         super().__init__(config, EngineSpec.for_rollout(config, "", ModelInfo(1, 1, [], 1), 1, rank, "cpu"))
-        self.scorer: Any = SleepingScorer()
-        self.pipeline._clients["teacher"] = self.scorer
+        self.config, self.scorer = config, SleepingScorer()
+        clients: dict[str, Any] = self.pipeline._clients
+        clients["teacher"] = self.scorer
 
     def impose(self, times: Times) -> None:
-        self.engine.second_a_token = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
+        engine: Any = self.engine
+        engine.second_a_token = times.sample / (MEAN_TOKENS * SAMPLES / SLOTS)
         n_engines = self.config.rollout.n_engines  # each has a scorer
         self.scorer.second_a_token = n_engines * times.score / (SAMPLES * (MEAN_TOKENS + 1))
 

@@ -59,7 +59,7 @@ def run_trl(cache: Path, every: int, seed: int, target_accuracy: float) -> dict[
     accuracy: dict[int, float] = {}
     began = [time.monotonic()]
 
-    class Clock(TrainerCallback):
+    class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             seconds[state.global_step] = time.monotonic() - began[0]
             if state.global_step % every == 0:
@@ -117,7 +117,7 @@ def answered(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         made = model.generate(**inputs, max_new_tokens=RESPONSE, do_sample=False)
-    texts = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts: list[str] = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
@@ -172,11 +172,8 @@ def compared(rounds: dict[str, list[dict[str, float | None]]]) -> list[str]:
     """Return medians of both sides and of the rounds' ratios, over rounds in which both came so far."""
     lines = []
     for what in ("seconds", "steps", "a step"):
-        pairs = [
-            (own[what], peer[what])
-            for own, peer in zip(rounds["gkd"], rounds["TRL"], strict=True)
-            if own[what] is not None and peer[what] is not None
-        ]
+        figures = [(own[what], peer[what]) for own, peer in zip(rounds["gkd"], rounds["TRL"], strict=True)]
+        pairs = [(own, peer) for own, peer in figures if own is not None and peer is not None]
         if pairs:
             ratios = [own / peer for own, peer in pairs]
             own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))

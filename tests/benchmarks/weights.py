@@ -38,12 +38,11 @@ class Sender:
 
     def __init__(self, n_tensors: int, bucket_bytes: int, checksum: bool, on_gpu: bool) -> None:
         self.device = torch.device("cuda" if on_gpu else "cpu")
-        self.settings = {"bucket_mb": bucket_bytes >> 20, "checksum": checksum}
+        self.settings: dict[str, Any] = {"bucket_mb": bucket_bytes >> 20, "checksum": checksum}
         shape = (TENSOR_BYTES // 2 // 4096, 4096)
         self.tensors = {
             f"layer.{i}.weight": torch.randn(shape, device=self.device, dtype=torch.bfloat16) for i in range(n_tensors)
         }
-        self.publisher: Publisher | None = None
 
     def use(self, transfer: str) -> None:
         weights = Weights(transfer=transfer, **self.settings)
