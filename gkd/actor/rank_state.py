@@ -98,7 +98,7 @@ class RankState:
         self._trainer.reread_optimizer()
         self._staging.set(AppliedUpdate(step))
 
-    @record_activity("save")
+    @record_activity("save", lambda state, *_: state._trainer.version)
     def save(self, directory: str) -> None:
         """Write the student and its tokenizer in Hugging Face format. A collective; rank 0 writes.
 
@@ -113,13 +113,13 @@ class RankState:
             raise
         dist.barrier()
 
-    @record_activity("offload")
+    @record_activity("offload", lambda state, *_: state._trainer.version)
     def offload(self) -> None:
         """Move weights and optimizer state to the host, unless they live there."""
         self._move(torch.device("cpu"))
         self._trainer.is_offloaded = True
 
-    @record_activity("onload")
+    @record_activity("onload", lambda state, *_: state._trainer.version)
     def onload(self) -> None:
         """Move them back."""
         self._move(self._device)

@@ -82,7 +82,7 @@ class RankTrainer:
         """Of the weights that are there, which an update starts from."""
         return self.start_version if self.staging.applied is None else self.staging.applied.step
 
-    @record_activity("log-probabilities")
+    @record_activity("log-probabilities", lambda trainer, *_, **__: trainer.version)
     def compute_logprobs(self, samples: Sequence[TrainingSample], old: bool, reference: bool) -> float:
         """Compute log-probabilities of these samples' tokens and keep them until :meth:`forget_logprobs`.
 
@@ -222,7 +222,7 @@ class RankTrainer:
     def _algorithm(self) -> Algorithm:
         return self.config.algorithm_on("cpu" if self.device.type == "cpu" else "cuda")
 
-    @record_activity("validate")
+    @record_activity("validate", lambda trainer, *_, **__: trainer.version)
     def evaluate(
         self, samples: Sequence[TrainingSample], weights: Sequence[float], n_positions: int, algorithm: Algorithm
     ) -> Metrics:

@@ -153,8 +153,11 @@ class ScoringServer:
             future.set_exception(error)
         return True
 
+    def _note_activity(self) -> None:
+        HERE.switch(*(("score", 0) if self._jobs else (None, None)))  # its weights stay those that it was loaded with
+
     def _work(self) -> None:
-        HERE.switch("score" if self._jobs else None)
+        self._note_activity()
         if not self._jobs and (self._command() or self._asleep):
             return
         for job in self._take():
@@ -164,7 +167,7 @@ class ScoringServer:
                 self._engine.add(key, job.request)
             except ValueError as error:
                 self._frontend.reject(self._jobs.pop(key), "bad_request", one_line(error))
-        HERE.switch("score" if self._jobs else None)
+        self._note_activity()
         if not self._jobs:
             return
         replies: list[tuple[QueuedRequest, bytes]] = []

@@ -128,16 +128,16 @@ def test_whoever_waits_for_the_engine_to_sleep_hears_at_once_that_it_ended(serve
 
 
 class RecordedActivity(Activity):
-    """Keeps the changes of what the process does."""
+    """Keeps the changes of what the process does, and with which weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.changes: list[str | None] = []
+        self.changes: list[tuple[str | None, int | None]] = []
 
     def switch(self, name: str | None, version: int | None = None) -> tuple[str | None, int | None]:
         before = super().switch(name, version)
         if name != before[0]:
-            self.changes.append(name)
+            self.changes.append((name, version))
         return before
 
 
@@ -145,6 +145,7 @@ def test_a_server_that_waits_for_requests_is_not_busy(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activity, during_steps = RecordedActivity(), []
+    score, nothing = ("score", 0), (None, None)  # with the weights that it was loaded with
     monkeypatch.setattr("gkd.scoring.server.HERE", activity)
 
     class Engine(TableEngine):
@@ -155,9 +156,9 @@ def test_a_server_that_waits_for_requests_is_not_busy(
     client = connect(serve(Engine()).server.address, top_k=4)
     for n_answered in (1, 2):
         client.submit(a_score(n_answered, 4)).result(30)
-        assert eventually(lambda: activity.changes[-1] is None)  # it waits for the next
-        assert activity.changes == ["score", None] * n_answered
-    assert during_steps == ["score", "score"]
+        assert eventually(lambda: activity.changes[-1] == nothing)  # it waits for the next
+        assert activity.changes == [score, nothing] * n_answered
+    assert during_steps == [score, score]
 
 
 def test_generation_is_the_tables(serve: Serve, connect: Connect) -> None:
