@@ -28,7 +28,8 @@ class Schedule(Settings):
     in_flight: bool = Field(
         False,
         description="new weights are loaded while responses are being sampled, whose further tokens are theirs; false: "
-        "into each engine between two batches, so that equal seeds give equal runs (verl: "
+        "into each engine between two batches, so that equal seeds give equal runs where rollout.max_num_seqs has places "
+        "for all requests; with fewer the last bits of log-probabilities depend on when requests come (verl: "
         "async_training.partial_rollout)",
     )
     recompute_cache: bool = Field(
