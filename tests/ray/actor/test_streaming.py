@@ -1,4 +1,4 @@
-"""A batch in chunks has the gradient and the metrics of the batch as a whole: every loss, one rank and two."""
+"""A batch in chunks has the gradient and the metrics of the batch as a whole: every loss, LoRA, one rank and two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from gkd.actor.batches import balance_over_ranks
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
-from gkd.config import Algorithm, Config
+from gkd.config import Algorithm
 from gkd.types import TrainingSample
 from tests.actor import models
 from tests.ray.actor.ranks import Ranks, call, config, put
@@ -34,7 +34,7 @@ def gradient(ranks: Ranks) -> torch.Tensor:
     """What has been accumulated, of all parameters."""
 
     def collect(worker: ActorWorker) -> torch.Tensor:
-        gradients = [p.grad for p in worker.trainer.student.parameters()]
+        gradients = [p.grad for p in worker.trainer.student.parameters() if p.requires_grad]
         return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
 
     flat: torch.Tensor = ray.get([w.__ray_call__.remote(collect) for w in ranks.workers], timeout=60)[0]
@@ -50,30 +50,34 @@ def accumulate(ranks: Ranks, samples: list[TrainingSample], weights: list[float]
     ray.get(calls, timeout=120)
 
 
-def settings(algorithm: dict[str, Any]) -> Config:
-    return config().model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
-
-
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    ("algorithm", "world"),
+    ("algorithm", "lora"),
     [
-        ({"loss": {"name": "reverse_kl"}}, 2),
-        ({"loss": {"name": "forward_kl", "temperature": 2.0}, "aggregation": "constant"}, 1),
-        ({"loss": {"name": "jsd"}, "aggregation": "sequence_mean"}, 2),
-        ({"loss": {"name": "sampled_reverse_kl"}, "importance_sampling": {"level": "token"}}, 1),
-        ({"name": "grpo", "kl": {"coef": 0.1}}, 2),
-        ({"name": "gspo", "aggregation": "sequence_mean"}, 1),
-        ({"reward_weight": 0.5, "aggregation": "constant"}, 2),
+        ({"loss": {"name": "reverse_kl"}}, None),
+        ({"loss": {"name": "forward_kl", "temperature": 2.0}, "aggregation": "constant"}, None),
+        ({"loss": {"name": "jsd"}, "aggregation": "sequence_mean"}, None),
+        ({"loss": {"name": "sampled_reverse_kl"}, "importance_sampling": {"level": "token"}}, None),
+        ({"name": "grpo", "kl": {"coef": 0.1}}, None),
+        ({"name": "grpo", "kl": {"coef": 0.1}}, 4),
+        ({"name": "grpo", "policy": {"surrogate": "cispo"}}, None),
+        ({"name": "gspo", "aggregation": "sequence_mean"}, None),
+        ({"reward_weight": 0.5, "aggregation": "constant"}, None),
     ],
 )
 def test_chunks_add_up_to_the_batch(
-    processes: dict[int, Ranks], model_path: str, algorithm: dict[str, Any], world: int, tmp_path: Path
+    processes: dict[int, Ranks],
+    model_path: str,
+    algorithm: dict[str, Any],
+    lora: int | None,
+    world: int,
+    tmp_path: Path,
 ) -> None:
     scored = models.scored(9, 0 if algorithm.get("loss", {}).get("name") == "sampled_reverse_kl" else 7, seed=4)
     batch = put([dataclasses.replace(s, reference=s.sample.sampled_logprobs) for s in scored])
     batch[3] = dataclasses.replace(batch[3], in_loss=False)
     lengths, kept = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
-    chosen = settings(algorithm)
+    chosen = config(lora={"r": lora}).model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
     how = chosen.algorithm.aggregation
     ranks = processes[world]
     other = put(models.scored(3, 7, seed=9))  # a validation, and log-probabilities of the next chunk
@@ -97,8 +101,8 @@ def test_chunks_add_up_to_the_batch(
         results.append((summed, rows[0]))
     (expected, row), (summed, streamed) = results
     assert expected.abs().max() > 0
-    # In float32: 4e-7 to 6.5e-7 with the kernels of SSE, AVX2 and AVX-512.
-    assert (summed - expected).norm() <= 2e-6 * expected.norm()
+    # In float32: 3.4e-7 to 6.5e-7 with the kernels of SSE, AVX2 and AVX-512.
+    assert (summed - expected).norm() <= 1e-6 * expected.norm()
     assert streamed == pytest.approx(row, rel=1e-5, abs=1e-7)  # the clipped norm and the losses among them
 
 
