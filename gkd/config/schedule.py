@@ -22,8 +22,8 @@ class Schedule(Settings):
         ge=0,
         description="updates by which the weights that sample may be behind those that learn. 0: on-policy, engines "
         "wait for the update; 1: one-step-off, the next batch is sampled during the update; 2: two-step-off, the next "
-        "one is also scored meanwhile (TRL: max_staleness; verl: async_training.staleness_threshold; prime-rl: "
-        "max_async_level)",
+        "one is also scored meanwhile (TRL: max_staleness; verl: async_training.staleness_threshold, a share of a batch; "
+        "prime-rl: max_async_level)",
     )
     in_flight: bool = Field(
         False,
