@@ -56,6 +56,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 PATHS = re.compile(r"(?<![\w/.-])(?:gkd|tests|conf|launch|recipes)/[\w/.-]*\w")
+TESTS = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 NAMES = re.compile(r"(?<![\w/.-])(?:gkd|tests)(?:\.[A-Za-z_]\w*)+\b(?![/-])")
 
 
@@ -79,6 +80,12 @@ def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
     paths = [path for path in PATHS.findall(text) if not re.search(r"\b(NAME|DATE)\b", path)]
     lacking = [path for path in paths if not (ROOT / path).exists()]
     assert lacking + [name for name in NAMES.findall(text) if not is_there(name)] == []
+
+
+def test_tests_that_are_named_are_there() -> None:
+    named = [found for page in PAGES for found in TESTS.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) >= 10
+    assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
