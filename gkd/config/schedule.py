@@ -22,14 +22,14 @@ class Schedule(Settings):
         ge=0,
         description="updates by which the weights that sample may be behind those that learn. 0: on-policy, engines "
         "wait for the update; 1: one-step-off, the next batch is sampled during the update; 2: two-step-off, the next "
-        "one is also scored meanwhile (TRL: max_staleness; verl: async_training.staleness_threshold, a share of a batch; "
-        "prime-rl: max_async_level)",
+        "one is also scored meanwhile (TRL: max_staleness; verl: async_training.staleness_threshold, there a share of "
+        "a batch; prime-rl: max_async_level)",
     )
     in_flight: bool = Field(
         False,
         description="new weights are loaded while responses are being sampled, whose further tokens are theirs; false: "
-        "into each engine between two batches, so that equal seeds give equal runs where rollout.max_num_seqs has places "
-        "for all requests; with fewer the last bits of log-probabilities depend on when requests come (verl: "
+        "into each engine between two batches, so that equal seeds give equal runs where rollout.max_num_seqs has "
+        "places for all requests; with fewer the last bits of log-probabilities depend on when requests come (verl: "
         "async_training.partial_rollout)",
     )
     recompute_cache: bool = Field(

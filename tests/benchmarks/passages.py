@@ -20,7 +20,7 @@ from typing import Any
 
 from gkd.evaluation.retrieval import AdaptiveRetrieval, FixedRetrieval, Retrieval
 from gkd.evaluation.strategies import Messages, Reply
-from gkd.recipes.on_policy_distill.prepare import Size, new_model, train_tokenizer  # type: ignore[import-untyped]
+from gkd.recipes.on_policy_distill.prepare import Size, new_model, train_tokenizer
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday")
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo")
