@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
     exit_on_signals()
     from gkd.cli.compare import show_each_score
-    from gkd.config.doubts import find_idle_sections
+    from gkd.config.idle import find_idle_sections
     from gkd.evaluation.run import evaluate
     from gkd.evaluation.table import show
     from gkd.observability.progress import console, log_to

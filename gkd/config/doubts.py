@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import ne
 from typing import NamedTuple
 
-from gkd.config.base import GROUP_OF, Pool
-from gkd.config.open import OpenSections
 from gkd.config.run import Config
 
 
@@ -50,52 +48,10 @@ def rates(config: Config) -> Rates:
 
 def doubts(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for each."""
-    yield from _find_idle_pools(config)
-    yield from _find_idle_settings(config)
     yield from find_doubtful_line_ends(config)
     yield from filter(
         None, (doubt(config) for doubt in (_learning_rate, _warmup, _mini_batch, _staleness, _truncation))
     )
-
-
-def _find_idle_pools(config: Config) -> Iterator[str]:
-    """Yield a warning for each pool with GPUs of its own, as of a placement, whose group the run does not have."""
-    for section, group in GROUP_OF.items():
-        pool: Pool = getattr(config, section)
-        if group in config.groups() or pool.colocate_with is not None or (pool.n_workers == 1 and not pool.ranges()):
-            continue
-        gpus = f"{pool.n_workers} GPU{'s' * (pool.n_workers > 1)}"
-        yield f"{section}.n_gpus_per_node={pool.n_gpus_per_node}: this run has no {group}, so {gpus} stay idle"
-
-
-def _find_idle_settings(config: Config) -> Iterator[str]:
-    """Yield a warning for each setting that is not as by default and has no effect beside the others."""
-    algorithm = config.algorithm
-    samples_are_weighed = algorithm.importance_sampling.level is not None
-    conditions = {
-        "algorithm.overlong.buffer": (algorithm.overlong.action == "penalty", "action=penalty"),
-        "algorithm.kl.estimator": (algorithm.kl.coef > 0, "coef above 0"),
-        "algorithm.loss.tail": (algorithm.loss.top_k is not None, "top_k, a number"),
-        "algorithm.importance_sampling.cap": (samples_are_weighed, "level=token or sequence"),
-        "algorithm.importance_sampling.mask": (samples_are_weighed, "level=token or sequence"),
-        "rollout.horizon.steps": (config.rollout.horizon.start is not None, "start"),
-        "schedule.recompute_cache": (config.schedule.in_flight, "in_flight=true"),
-    }
-    for setting, (has_effect, needed) in conditions.items():
-        value, default = config.read_setting(setting)
-        if value != default and not has_effect:
-            section = setting.rpartition(".")[0]
-            yield f"{setting}={str(value).lower()} changes nothing without {section}.{needed}"
-    yield from find_idle_sections({"reward": config.reward, "trainer": config.trainer})
-    if (path := config.reward_model.model.path) is not None and not config.has_reward_model_group:
-        yield f"reward_model.model.path={path} changes nothing without reward.functions=[reward_model]"
-
-
-def find_idle_sections(by_name: Mapping[str, OpenSections]) -> Iterator[str]:
-    """Yield a warning for each section of a class that is not named, such as ``reward.judge``."""
-    for section, settings in by_name.items():
-        for name in settings.find_idle_sections():
-            yield f"{section}.{name}.* change nothing: {section}.{settings.selects} does not name {name}"
 
 
 def find_doubtful_line_ends(config: Config) -> Iterator[str]:

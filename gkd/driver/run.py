@@ -18,6 +18,7 @@ from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.config import Config
 from gkd.config.checks import require_schedule
 from gkd.config.doubts import doubts
+from gkd.config.idle import find_idle
 from gkd.config.loading import dump_run
 from gkd.config.output_files import CONFIG, ENGINES, EVENTS, METRICS, PLACEMENT, SAMPLES, SOURCES, SUMMARY, TIMELINE
 from gkd.config.overrides import shell_override
@@ -108,7 +109,7 @@ def _drive(
     config = with_transfer(_with_offload(config, placement), placement.groups)
     _write(requested, config, output)  # once more, with what the placement decided
     out.print(step_text(config, inputs.max_length), soft_wrap=True)
-    _log_doubts(config, placement)
+    _log_doubts(requested, config, placement)
     with (
         Progress(out, config.trainer.total_steps) as progress,
         Trackers(config, output, _find_first_step(saved), saved is None and not restarts()) as trackers,
@@ -244,8 +245,8 @@ def step_text(config: Config, max_length: int) -> str:
     return "; ".join(parts)
 
 
-def _log_doubts(config: Config, placement: Placement) -> None:
-    """Log what was decided about importance weights, and warn of a learning rate that cannot work."""
+def _log_doubts(requested: Config, config: Config, placement: Placement) -> None:
+    """Log what was decided about importance weights, and warn of settings that change nothing or cannot work."""
     device = placement.groups["actor"].reports[0].device
     decided = config.algorithm_on(device).importance_sampling.level
     if config.algorithm.importance_sampling.level == "auto" and decided is not None:
@@ -256,7 +257,7 @@ def _log_doubts(config: Config, placement: Placement) -> None:
             else "engine and trainer can differ in how they compute"
         )
         log.info("%s: importance weights by %s correct for it (algorithm.importance_sampling.level=auto)", why, decided)
-    for doubt in doubts(config):
+    for doubt in (*find_idle(requested), *doubts(config)):
         log.warning(doubt)
 
 

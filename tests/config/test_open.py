@@ -13,10 +13,8 @@ from typing import ClassVar
 import pytest
 from pydantic import BaseModel, Field, SecretStr, ValidationError, computed_field, field_validator
 
-from gkd.config import load
 from gkd.config.base import Settings
 from gkd.config.compose import compose, compose_run
-from gkd.config.doubts import doubts
 from gkd.config.learning import ADVANTAGES
 from gkd.config.loading import dump_run, dump_yaml
 from gkd.config.open import OWN, OpenSettings
@@ -477,19 +475,3 @@ def test_that_own_code_takes_no_settings_is_stated_where_it_is_given_one(tmp_pat
             compose(["+recipe=grpo", named, f"{setting}=1"])
     with pytest.raises(ConfigError, match=r"^unknown .*reward\.curt\.floor$"):  # of what is not named nothing is known
         compose(["+recipe=grpo", f"reward.functions=[{file}:flat]", "reward.curt.floor=1"])
-
-
-def test_settings_of_classes_that_are_not_named_are_warned_of() -> None:
-    own = {"reward": {"functions": ["format"], "length": {"target_length": 3}}, "trainer": {"wandb": {"project": "x"}}}
-    config = load({"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, **own})
-    one, other = (line for line in doubts(config) if "change nothing" in line)
-    assert "reward.length.*" in one and "reward.functions" in one
-    assert "trainer.wandb.*" in other and "trainer.trackers" in other
-
-
-def test_a_runs_file_may_hold_defaults_of_what_is_named_no_more() -> None:
-    run = {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"functions": ["format", "length"]}}
-    again = load(run).model_dump()
-    assert again["reward"]["length"] and again["reward"]["format"]
-    again["reward"]["functions"] = ["format"]
-    assert not [line for line in doubts(load(again)) if "change nothing" in line]

@@ -64,48 +64,12 @@ def test_a_reference_that_knows_of_more_tokens_than_are_sampled_from_is_named() 
         assert not list(doubts(load({**settings, "rollout": {"n": 2, **truncation}, "actor": {"lora": {"r": 4}}})))
 
 
-def test_gpus_of_a_group_that_the_run_does_not_have_are_named() -> None:
-    (warning,) = doubts(compose(["+recipe=grpo", "placement=8gpu"]))
-    assert warning.startswith("teacher.n_gpus_per_node=4: ") and "4 GPUs" in warning
-    assert not list(doubts(compose(["+recipe=on_policy_distill", "placement=8gpu"])))
-    for placement in ("auto", "cpu", "4gpu", "single_gpu"):  # one GPU, or that of another group
-        assert not list(doubts(compose(["+recipe=grpo", f"placement={placement}"])))
-    (exact,) = doubts(compose(["+recipe=grpo", "teacher.gpus=7"]))
-    assert "1 GPU " in exact
-
-
 def test_a_learning_rate_that_never_gets_there_is_named() -> None:
     def warnings(warmup_steps: int) -> list[str]:
         return list(doubts(load({"actor": {"warmup_steps": warmup_steps}, "trainer": {"total_steps": 10}})))
 
     (warning,) = warnings(11)
     assert warning.startswith("actor.warmup_steps=11: ") and warnings(10) == []
-
-
-@pytest.mark.parametrize(
-    ("idle", "needed"),
-    [
-        ("algorithm.overlong.buffer=8", "algorithm.overlong.action=penalty"),
-        ("algorithm.kl.estimator=k1", "algorithm.kl.coef=0.1"),
-        ("algorithm.importance_sampling.cap=5", "algorithm.importance_sampling.level=token"),
-        ("algorithm.importance_sampling.mask=true", "algorithm.importance_sampling.level=token"),
-        ("rollout.horizon.steps=5", "rollout.horizon.start=4"),
-        ("schedule.recompute_cache=false", "schedule.in_flight=true"),
-        ("reward_model.model.path=/m", "reward.functions=[reward_model]"),
-    ],
-)
-def test_a_setting_without_effect_is_warned_of(idle: str, needed: str) -> None:
-    run = ["+recipe=grpo", "algorithm.importance_sampling.level=null", "schedule.max_staleness=1"]
-    (warning,) = doubts(compose([*run, idle]))
-    setting, _, value = idle.partition("=")
-    assert warning.startswith(f"{setting}={value}") and needed.partition("=")[0] in warning
-    assert not list(doubts(compose([*run, idle, needed])))
-
-
-def test_a_loss_over_the_full_vocabulary_has_no_tail() -> None:
-    (warning,) = doubts(load({"algorithm": {"loss": {"tail": False}}}))
-    assert warning.startswith("algorithm.loss.tail=false") and "algorithm.loss.top_k" in warning
-    assert not list(doubts(load({"algorithm": {"loss": {"tail": False, "top_k": 4}}})))
 
 
 def test_a_text_in_which_a_line_does_not_end_is_warned_of() -> None:

@@ -57,7 +57,7 @@ def test_a_run_has_one_engine_for_all_its_teachers(tmp_path: Path) -> None:
     for family in ("llama", "qwen3_moe"):
         config_of(family).save_pretrained(tmp_path / family)
         paths[family] = str(tmp_path / family)
-    config = compose(["+recipe=on_policy_distill"])
+    config = compose(["+recipe=on_policy_distill", "algorithm.kl.coef=0.1"])
     scorers = {
         "torch": {"teacher": paths["llama"]},
         "vllm": {"teacher:a": paths["qwen3_moe"], "teacher:b": paths["qwen3_moe"]},
@@ -69,6 +69,16 @@ def test_a_run_has_one_engine_for_all_its_teachers(tmp_path: Path) -> None:
     assert (decided.teacher.engine, decided.reference.engine) == ("torch", "vllm")
     named = compose(["+recipe=on_policy_distill", "teacher.engine=vllm"])
     assert with_scoring_engines(named, SimpleNamespace(scorers=scorers["torch"])).teacher.engine == "vllm"
+
+
+def test_an_external_teachers_engine_is_not_chosen_here(tmp_path: Path) -> None:
+    """Its model may be here too, for its tokenizer; what its own machine runs it with is settled there."""
+    config_of("qwen3_moe").save_pretrained(tmp_path)
+    scorers = {"teacher": str(tmp_path)}
+    own = ["model.path=m", f"teacher.model.path={tmp_path}", "data.train_files=[x]", "data.val_files=[x]"]
+    config = compose([*own, "teacher.server_ip=127.0.0.1", "teacher.quantization=fp9", "rollout.engine=hf"])
+    assert with_scoring_engines(config, SimpleNamespace(scorers=scorers)).teacher.engine == "auto"
+    _require_usable(config, str(tmp_path), scorers)
 
 
 def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
     path, config = str(tmp_path), compose(["+recipe=grpo"])
     with pytest.raises(ConfigError, match=r"^model.path=.* heads of 24, .*; rollout.engine=hf samples"):
         _require_usable(config, path, {})
-    config = compose(["+recipe=grpo", "rollout.engine=hf", "teacher.engine=vllm", "reference.engine=vllm"])
+    scored = ["+recipe=on_policy_distill", "algorithm.kl.coef=0.1", "teacher.engine=vllm", "reference.engine=vllm"]
+    config = compose([*scored, "rollout.engine=hf"])
     _require_usable(config, path, {})
     with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; reference.engine=torch scores"):
         _require_usable(config, path, {"reference": path})

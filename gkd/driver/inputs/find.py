@@ -233,7 +233,7 @@ def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
     decided = {}
     for group in ("teacher", "reference"):
         paths = _paths_of(inputs.scorers, group)
-        if paths and getattr(config, group).engine == "auto":
+        if paths and group in config.groups() and getattr(config, group).engine == "auto":
             decided[group] = _scoring_engine(config, group, paths)
     for group, engine in decided.items():
         log.info("the %s scores with %s (%s.engine=auto)", group, engine, group)
@@ -257,6 +257,8 @@ def _require_usable(config: Config, student: str, scorers: dict[str, str]) -> No
         require_vllm_runs(student, "model.path", STUDENT_REMEDY)
     for name, path in scorers.items():
         group = scorer_group(name)
+        if group not in config.groups():  # an external teacher's own machine runs it
+            continue
         decided = _scoring_engine(config, group, _paths_of(scorers, group))
         engine = getattr(config, group).model_copy(update={"engine": decided})
         if not engine.engine_class.needs_vllm:
