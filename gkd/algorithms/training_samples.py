@@ -56,14 +56,28 @@ def require_fresh(config: Config, samples: Sequence[TrainingSample], version: in
         return
     oldest, most = min(samples, key=lambda sample: sample.version), config.schedule.max_staleness
     if (age := version - oldest.version) > most:
-        which = f"sample {oldest.index} of prompt {oldest.prompt_id}, from rollout rank {oldest.worker}"
         raise RunFailed(
-            f"{which}, is of weights version {oldest.version}, {age} updates behind (schedule.max_staleness={most})"
+            f"{_place(oldest)}, is of weights version {oldest.version}, {age} updates behind "
+            f"(schedule.max_staleness={most})"
         )
     for sample in samples:
         if (newest := max(span.version for span in sample.versions)) > version:
-            which = f"sample {sample.index} of prompt {sample.prompt_id}, from rollout rank {sample.worker}"
-            raise RunFailed(f"{which}, is of weights version {newest}, which are not there yet: these are {version}")
+            raise RunFailed(
+                f"{_place(sample)}, is of weights version {newest}, which are not there yet: these are {version}"
+            )
+
+
+def require_measured(samples: Sequence[TrainingSample], version: int) -> None:
+    """Raise RunFailed, naming it, for a sample of a validation with a token of other weights than ``version``."""
+    for sample in samples:
+        if others := {span.version for span in sample.versions} - {version}:
+            raise RunFailed(
+                f"{_place(sample)}, is of weights version {min(others)}, and the validation measures {version}"
+            )
+
+
+def _place(sample: TrainingSample) -> str:
+    return f"sample {sample.index} of prompt {sample.prompt_id}, from rollout rank {sample.worker}"
 
 
 def with_advantages(

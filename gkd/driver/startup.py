@@ -76,7 +76,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> Parts:
         sync.push()
     answers = DatasetAnswers(inputs.model.eos_ids) if config.algorithm.is_supervised else None
     validation = Validation(config, inputs, rollout_group, actor, teachers, answers)
-    val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group)
+    val_sets = ValSets(config, inputs.val_sets, inputs.tokenizer, rollout_group, actor)
     stream = PromptStream(inputs.train.prompts, config.trainer.seed, config.data.train_weights)
     n_gpus = len({uuid for group in groups.values() for report in group.reports for uuid in report.gpu_uuids})
     return Parts(

@@ -15,7 +15,13 @@ from gkd.algorithms.advantages import groups_that_differ, overlong_penalty
 from gkd.algorithms.aggregation import token_weights
 from gkd.algorithms.group_mean import GroupMean
 from gkd.algorithms.leave_one_out import LeaveOneOut
-from gkd.algorithms.training_samples import require_fresh, rewards_of, validation_rewards, with_advantages
+from gkd.algorithms.training_samples import (
+    require_fresh,
+    require_measured,
+    rewards_of,
+    validation_rewards,
+    with_advantages,
+)
 from gkd.config import Config, Reward, load
 from gkd.errors import RunFailed
 from gkd.types import TrainingSample, VersionSpan
@@ -169,6 +175,15 @@ def test_a_sample_is_as_old_as_its_oldest_token_and_as_new_as_its_newest() -> No
         require_fresh(settings, [sample], 4)
     with pytest.raises(RunFailed, match=r"version 4, 2 updates"):
         require_fresh(settings, [sample], 6)
+
+
+def test_a_validation_measures_one_version_in_every_token() -> None:
+    sample = replace(scored(0, 1.0), versions=(VersionSpan(4, 6, 5), VersionSpan(6, 9, 5)))
+    require_measured([sample], 5)
+    for other in (4, 6):
+        mixed = replace(sample, versions=(VersionSpan(4, 6, 5), VersionSpan(6, 9, other)))
+        with pytest.raises(RunFailed, match=rf"version {other}\b.* 5$"):
+            require_measured([sample, mixed], 5)
 
 
 def test_how_far_the_student_goes_for_each_reward() -> None:

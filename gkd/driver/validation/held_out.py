@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
 from gkd.actor.group import ActorGroup
-from gkd.algorithms.training_samples import validation_rewards
+from gkd.algorithms.training_samples import require_measured, validation_rewards
 from gkd.cluster.workers.deadline import Deadline
 from gkd.config import Config
 from gkd.config.top_k import top_k_for_validation
@@ -81,10 +81,11 @@ class Validation:
         )
 
     def measure(self, requested: RequestedValidation) -> dict[str, float]:
-        """Wait for the answers and measure; the actor's weights are to be those that the engines had."""
+        """Wait for the answers and measure. Raises RunFailed for an answer of other weights than the actor has."""
         limit, metrics = self.config.rollout.timeout_s, dict[str, float]()
         # All of them first: engines that share the actor's GPUs sleep while it computes.
         drawn, greedy = (self.rollout.collect(keys, limit) for keys in (requested.drawn, requested.greedy))
+        require_measured([*drawn, *greedy], self.actor.version)
         if self.answers is not None and (own := self.answers.make_samples(self.prompts)):
             metrics["val/loss"] = self.actor.cross_entropy(own)
         if drawn:

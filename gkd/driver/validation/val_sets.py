@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gkd.actor.group import ActorGroup
+from gkd.algorithms.training_samples import require_measured
 from gkd.config import Config
 from gkd.driver.validation.final_scores import SetScores
 from gkd.evaluation.answering import seed_in_set
@@ -35,6 +37,7 @@ class ValSets:
     sets: Sequence[Questions]
     tokenizer: Any
     rollout: RolloutGroup
+    actor: ActorGroup
     last_scores: dict[str, SetScores] = field(default_factory=dict)
     """By set."""
 
@@ -53,9 +56,10 @@ class ValSets:
         return [(questions, self.rollout.submit(self._requests(questions), order)) for questions in sets]
 
     def measure(self, requested: RequestedSets) -> dict[str, float]:
-        """Wait for the answers and measure."""
+        """Wait for the answers and measure. Raises RunFailed for an answer of other weights than the actor has."""
         limit = self.config.rollout.timeout_s
         sampled = [(questions, self.rollout.collect(keys, limit)) for questions, keys in requested]
+        require_measured([sample for _, samples in sampled for sample in samples], self.actor.version)
         return {name: value for of_set in sampled for name, value in self._measure(*of_set).items()}
 
     def _requests(self, questions: Questions) -> list[SampleRequest]:

@@ -79,7 +79,7 @@ def made(held_out: list[Prompt], **settings: Any) -> tuple[Validation, Engines]:
     inputs = SimpleNamespace(
         val=SimpleNamespace(prompts=held_out), tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9)
     )
-    return Validation(config, inputs, engines, None, {}), engines  # type: ignore[arg-type]
+    return Validation(config, inputs, engines, SimpleNamespace(version=0), {}), engines  # type: ignore[arg-type]
 
 
 def test_rewards_of_ones_own_are_measured_without_answers() -> None:
@@ -89,6 +89,14 @@ def test_rewards_of_ones_own_are_measured_without_answers() -> None:
     (requests,) = engines.calls
     assert [request.sampling.temperature for request in requests] == [0.0] * 3
     assert [request.scoring for request in requests] == [Scoring(rewards=True)] * 3
+
+
+def test_answers_of_other_weights_end_the_run() -> None:
+    """Before anything is measured, whichever of the answers it is."""
+    validation, _ = made(prompts("a", "b"))
+    validation.actor.version = 3
+    with pytest.raises(RunFailed, match=r"prompt 0, .*version 0\b.* 3$"):
+        validation.run()
 
 
 def test_accuracy_stays_beside_them_and_only_prompts_with_answers_are_compared() -> None:
@@ -143,7 +151,7 @@ def test_the_divergence_is_measured_with_a_k_of_its_own_whatever_is_trained_with
                        "data": {"val_top_k": 5}})  # fmt: skip
         engines, held_out = Engines(config), SimpleNamespace(prompts=prompts(None, None))
         inputs = SimpleNamespace(val=held_out, tokenizer=TOKENIZER, model=SimpleNamespace(vocabulary=9))
-        actor = SimpleNamespace(evaluate=lambda samples: {"distill/reverse_kl": 0.5})
+        actor = SimpleNamespace(evaluate=lambda samples: {"distill/reverse_kl": 0.5}, version=0)
         validation = Validation(config, inputs, engines, actor, {"teacher": None})  # type: ignore[arg-type, dict-item]
         assert validation.run()["val/reverse_kl"] == 0.5
         assert all(r.scoring == Scoring(5) and r.sampling.temperature == 1.0 for r in engines.calls[0])

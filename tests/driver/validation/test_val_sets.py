@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import gkd.driver.validation.val_sets
 from gkd.config import load
 from gkd.driver.validation.final_scores import write_scores
 from gkd.driver.validation.val_sets import ValSets
+from gkd.errors import RunFailed
 from gkd.evaluation.comparison import read_all
 from gkd.evaluation.questions import load_questions
 from gkd.evaluation.rating import score
 from gkd.types import Sample, SampleRequest, Sampling, ScoredSample
 from tests.data.models import WORDS, word_tokenizer
+from tests.samples import training_sample
 
 TOKENIZER = word_tokenizer()
 ROWS = [{"prompt": "a", "answer": "b"}, {"prompt": "a a", "answer": "c"}, {"prompt": "a b", "answer": "c"}]
@@ -39,16 +42,16 @@ class Engines:
         self.attended.append(wait_s)
 
     def collect(self, requests: Sequence[SampleRequest], timeout_s: float) -> list[Any]:
-        return list(requests)
+        return [training_sample(prompt_id=r.prompt.id, ref=r) for r in requests]
 
-    def fetch(self, requests: Sequence[Any]) -> list[ScoredSample]:
+    def fetch(self, samples: Sequence[Any]) -> list[ScoredSample]:
         return [
             ScoredSample(
                 Sample.single_turn(
                     r, np.array([WORDS.index("bc"[r.index % 2])]), np.zeros(1), 0, "length" if r.index % 2 else "stop"
                 )
             )
-            for r in requests
+            for r in (sample.ref for sample in samples)
         ]
 
 
@@ -61,8 +64,8 @@ def make(tmp_path: Path, **sets: dict[str, Any]) -> tuple[ValSets, Engines]:
         load_questions(name, settings, TOKENIZER, 8, section="data.val_sets")
         for name, settings in config.data.val_sets.items()
     ]
-    engines = Engines()
-    return ValSets(config, question_sets, TOKENIZER, engines), engines  # type: ignore[arg-type]
+    engines, actor = Engines(), SimpleNamespace(version=0)
+    return ValSets(config, question_sets, TOKENIZER, engines, actor), engines  # type: ignore[arg-type]
 
 
 def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
@@ -70,6 +73,13 @@ def test_a_set_says_how_its_answers_are_drawn(tmp_path: Path) -> None:
     sets, engines = make(tmp_path, own={**own, "max_response_length": 4})
     sets.run(sets.select_due_sets(0))
     assert {request.sampling for request in engines.requests} == {Sampling(4, 0.5, 1.0, 3, 0.1, 0.2, ("c",))}
+
+
+def test_answers_of_other_weights_end_the_run(tmp_path: Path) -> None:
+    sets, _ = make(tmp_path, own={})
+    sets.actor.version = 2
+    with pytest.raises(RunFailed, match=r"prompt 0, .*version 0\b.* 2$"):
+        sets.run(sets.due_sets(0))
 
 
 def test_engines_are_attended_to_while_a_judge_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,17 +146,17 @@ def test_one_answer_a_question_has_the_pass_k_that_is_named(tmp_path: Path) -> N
 
 def test_the_text_that_ends_answers_is_no_part_of_them(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, usual={"max_response_length": 4}, ended={"max_response_length": 4, "stop": ["c"]})
-    sets.rollout.fetch = lambda requests: [  # type: ignore[method-assign]
+    sets.rollout.fetch = lambda samples: [  # type: ignore[method-assign]
         ScoredSample(Sample.single_turn(r, np.array([WORDS.index(w) for w in "bc"]), np.zeros(2), 0, "stop"))
-        for r in requests
+        for r in (sample.ref for sample in samples)
     ]
     metrics = sets.run(sets.select_due_sets(0))
     assert metrics["val/usual/accuracy"] == 0.0  # "b c"
     assert metrics["val/ended/accuracy"] == pytest.approx(1 / 3)  # "b"
     sets, _ = make(tmp_path, ended={"max_response_length": 4, "stop": ["c"]})
-    sets.rollout.fetch = lambda requests: [  # type: ignore[method-assign]
+    sets.rollout.fetch = lambda samples: [  # type: ignore[method-assign]
         ScoredSample(Sample.single_turn(r, np.array([WORDS.index(w) for w in "bcd"]), np.zeros(3), 0, "stop"))
-        for r in requests
+        for r in (sample.ref for sample in samples)
     ]
     assert sets.run(sets.select_due_sets(0))["val/ended/accuracy"] == pytest.approx(
         1 / 3
