@@ -23,12 +23,14 @@ OF_SETS = ("timeout_s", "concurrency", "workers", "max_failed_share", "set_funct
 def find_idle(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for what was requested and changes nothing. ``config``: as it was requested."""
     placed = _read_placement(config)
-    yield from _idle_pools(config, placed)
-    for why, section, used in _idle_parts(config):
-        named = [f"{section}.{name}={value}" for name, value in _changed(config, section, placed) if name not in used]
+    yield from _find_idle_pools(config, placed)
+    for why, section, used in _find_unused_parts(config):
+        named = [
+            f"{section}.{name}={value}" for name, value in _find_changed(config, section, placed) if name not in used
+        ]
         if named:
             yield f"{', '.join(named)} change{'s' * (len(named) == 1)} nothing: {why}"
-    yield from _idle_settings(config)
+    yield from _find_idle_settings(config)
     yield from find_idle_sections({"reward": config.reward, "trainer": config.trainer})
 
 
@@ -37,7 +39,7 @@ def _read_placement(config: Config) -> dict[str, Any]:
     return read_yaml(CONF_DIR / "placement" / f"{config.placement}.yaml")
 
 
-def _changed(config: Config, section: str, placed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _find_changed(config: Config, section: str, placed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield settings of a section that neither have their default nor are as the placement's file has them."""
     own = getattr(config, section)
     usual = flatten(type(own).model_validate(placed.get(section, {})).model_dump())
@@ -49,7 +51,7 @@ def _changed(config: Config, section: str, placed: Mapping[str, Any]) -> Iterato
             yield name, str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def _idle_parts(config: Config) -> Iterator[tuple[str, str, Collection[str]]]:
+def _find_unused_parts(config: Config) -> Iterator[tuple[str, str, Collection[str]]]:
     """Yield why a section's settings change nothing, the section, and which of its settings do all the same."""
     groups, name = config.groups(), f"algorithm.name={config.algorithm.name}"
     for section in SCORERS:
@@ -80,13 +82,12 @@ def _why_absent(config: Config, section: str) -> str:
     """Return why a run does not start the group that scores and that a section is for."""
     if _is_external(config, section):
         return f"the teacher is a server elsewhere, teacher.server_ip={config.teacher.server_ip}"
-    if section == "teacher":
-        return f"algorithm.name={config.algorithm.name} uses no teacher"
-    if section == "reward_model":
-        return "no reward is the reward model's, as with reward.functions=[reward_model]"
-    if config.algorithm.needs_reference:
-        return f"with actor.lora.r={config.actor.lora.r} the reference is the actor without its adapter"
-    return "algorithm.kl.coef=0 uses no reference"
+    from_adapter = f"with actor.lora.r={config.actor.lora.r} the reference is the actor without its adapter"
+    return {
+        "teacher": f"algorithm.name={config.algorithm.name} uses no teacher",
+        "reward_model": "no reward is the reward model's, as with reward.functions=[reward_model]",
+        "reference": from_adapter if config.algorithm.needs_reference else "algorithm.kl.coef=0 uses no reference",
+    }[section]
 
 
 def _find_hosts(config: Config) -> set[str]:
@@ -100,7 +101,7 @@ def _find_hosts(config: Config) -> set[str]:
     return hosts
 
 
-def _idle_pools(config: Config, placed: Mapping[str, Any]) -> Iterator[str]:
+def _find_idle_pools(config: Config, placed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each pool with GPUs of its own in the placement's file whose group the run does not have."""
     for section in SCORERS:
         if section not in placed or section in config.groups() or section in _find_hosts(config):
@@ -112,7 +113,7 @@ def _idle_pools(config: Config, placed: Mapping[str, Any]) -> Iterator[str]:
         yield f"placement={config.placement} has {gpus} for {section}, which stay idle: {_why_absent(config, section)}"
 
 
-def _idle_settings(config: Config) -> Iterator[str]:
+def _find_idle_settings(config: Config) -> Iterator[str]:
     """Yield a warning for each setting that is not as by default and has no effect beside the others."""
     algorithm = config.algorithm
     samples_are_weighed = algorithm.importance_sampling.level is not None

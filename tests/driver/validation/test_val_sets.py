@@ -79,7 +79,7 @@ def test_answers_of_other_weights_end_the_run(tmp_path: Path) -> None:
     sets, _ = make(tmp_path, own={})
     sets.actor.version = 2
     with pytest.raises(RunFailed, match=r"prompt 0, .*version 0\b.* 2$"):
-        sets.run(sets.due_sets(0))
+        sets.run(sets.select_due_sets(0))
 
 
 def test_engines_are_attended_to_while_a_judge_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
