@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import gkd
@@ -145,3 +146,16 @@ def tables(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         if line.startswith("|") and not re.fullmatch(r"[|\s:-]+", line):
             yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@cache
+def metric_names() -> list[str]:
+    """The names of metrics that docs/metrics.md describes, with NAME, GROUP and such where runs have others."""
+    rows = tables((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    return [name for row in rows for name in re.findall(r"(?:^|, )`([a-z_]+(?:/[\w@]+)*)`", row[0])]
+
+
+def is_described(metric: str) -> bool:
+    """Return whether a metric of a run has one of these names."""
+    patterns = (re.sub("[A-Z]+", "[^/]+", name).replace("@k", r"@\d+") for name in metric_names())
+    return any(re.fullmatch(pattern, metric) for pattern in patterns)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.docs.pages import is_described
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "data.sort_digits.digits=3",
@@ -142,3 +144,5 @@ def start(tmp_path: Path, cache: Path, variables: dict[str, str]) -> Iterator[An
     while (still := [p for run in runs for p in run.pids if alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not still, f"processes of the run are left: {still}"
+    undescribed = {name for run in runs for row in run.metrics() for name in row if not is_described(name)}
+    assert not undescribed, f"docs/metrics.md lacks {undescribed}"
