@@ -83,6 +83,10 @@ class Engines:
 
         Both take the arguments of their engine and then their NodeSpan, None for an engine on one node. The parts of an
         engine wait for each other. Raises RunFailed when a worker does not answer.
+
+        vLLM alone can listen at the port, so it is not held until then: where another program has taken it meanwhile,
+        the leader's build fails with torch's line that has the port and EADDRINUSE, and the run, started again, has
+        another port.
         """
         if not self.followers:
             alone = [(*args, None) for args in args_per_engine]
