@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gkd.config.base import Settings
 from gkd.config.registry import EntryNames
@@ -57,6 +57,9 @@ class EvalSet(Settings):
         None, ge=1, description="of data.val_sets: measured every so many steps; null: as trainer.val_every"
     )
     difficulty: str | None = Field(None, description="column to split the scores by")
+    difficulties: list[Annotated[str, BeforeValidator(str)]] | None = Field(
+        None, min_length=1, description="values in that column whose questions are used, as [easy,medium]; null: all"
+    )
 
     @model_validator(mode="after")
     def _questions_can_be_asked(self) -> EvalSet:
@@ -66,4 +69,6 @@ class EvalSet(Settings):
             raise ValueError(f"samples={self.samples} at temperature=0 are all alike: set temperature, such as 0.7")
         if over := [k for k in self.pass_k if k > self.samples]:
             raise ValueError(f"pass_k={over[0]} needs as many samples, and there are {self.samples} (samples)")
+        if self.difficulties is not None and self.difficulty is None:
+            raise ValueError(f"difficulties={self.difficulties} are values in a column: difficulty is to name it")
         return self

@@ -226,6 +226,11 @@ DIFFERENT: dict[str, str] = {
     "eval_strategy": "trainer.val_every, in steps",
     "resume_from_path resume_from_checkpoint load_checkpoint": "trainer.resume=true, with trainer.output_dir",
     "resume_mode": "trainer.resume=auto, with trainer.output_dir",
+    "n_questions num_questions": "so many of a set: evaluate.sets.NAME.limit; five of each: gkd evaluate --quick",
+    "difficulty": "a column of a set: evaluate.sets.NAME.difficulty splits the scores by it, and "
+    "evaluate.sets.NAME.difficulties keeps the questions of some",
+    "gpu_mode": "which GPUs answer together: evaluate.mode",
+    "gpu_ids": "exact GPUs: rollout.gpus, and so for the other groups; all of them together are a placement",
     "use_wandb": "trainer.trackers=[wandb]",
     "use_tensorboard": "trainer.trackers=[tensorboard]",
     "actor.n_gpus_per_node": "trainer.n_gpus_per_node, the actor's pool",

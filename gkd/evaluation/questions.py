@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gkd.config import Data, Rollout
+from gkd.config import Data, Rollout, suggest
 from gkd.config.eval_set import EvalSet
 from gkd.data.prompts import load_prompts
 from gkd.data.reader import read_rows
@@ -22,6 +22,7 @@ PROMPT_SETTINGS = (
     "prompt_key", "answer_key", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs"
 )  # fmt: skip
 """Settings that a set has in common with ``data``."""
+MOST_NAMED = 20  # difficulties that an error names: the column may be another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,13 @@ def load_questions(
 ) -> Questions:
     """Read a set as the model with ``tokenizer`` is asked it, at most ``limit`` questions of ``longest`` tokens each.
 
+    Of some difficulties alone, a question has the key that it has among all; those too long are of all of them.
     Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
     """
-    limits = [n for n in (settings.limit, limit) if n is not None]
+    most = min([n for n in (settings.limit, limit) if n is not None], default=None)
     data = _data(f"{section}.{name}", settings, longest)
     try:
-        loaded = load_prompts(settings.files, data, tokenizer, limit=min(limits, default=None))
+        loaded = load_prompts(settings.files, data, tokenizer, limit=most if settings.difficulties is None else None)
     except ConfigError as error:
         text = str(error)
         for setting in PROMPT_SETTINGS:
@@ -92,15 +94,25 @@ def load_questions(
         )
     own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
     keys = number_repeated(loaded.prompts)
-    questions = []
+    questions, known = [], set[str]()
     for key, (prompt, row) in zip(keys, own, strict=True):
-        if answered and prompt.answer is None:
-            raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
+            known.add(difficulty)
+            if settings.difficulties is not None and difficulty not in settings.difficulties:
+                continue
+        if answered and prompt.answer is None:
+            raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
         questions.append(Question(key, prompt, row.values, difficulty, settings.chat_template_kwargs))
-    return Questions(name, settings, questions, loaded.n_too_long, f"{section}.{name}")
+    for difficulty in settings.difficulties or ():
+        if difficulty not in known:
+            there = sorted(known)
+            raise ConfigError(
+                f"{section}.{name}.difficulties: no question has {difficulty}{suggest(difficulty, there)}; there are "
+                f"{', '.join(there[:MOST_NAMED])}"
+            )
+    return Questions(name, settings, questions[:most], loaded.n_too_long, f"{section}.{name}")
 
 
 def _describe_key(settings: EvalSet) -> str:

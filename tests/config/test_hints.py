@@ -180,11 +180,15 @@ def test_an_earlier_name_ends_a_run_with_the_new_one(name: str) -> None:
     [
         ("actor.entropy_coeff", "algorithm.policy.clip_high"),
         ("clip_ratio_c", "algorithm.policy.clip_low"),
+        ("n_questions", "evaluate.sets.NAME.limit"),
+        ("difficulty", "evaluate.sets.NAME.difficulties"),
+        ("gpu_mode", "evaluate.mode"),
+        ("--gpu-ids", "rollout.gpus"),
         ("algorithm.use_kl_in_reward", "algorithm.kl.coef"),
         ("rollout.log_prob_micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch"),
     ],
 )
-def test_what_verls_scripts_always_set_is_answered(name: str, setting: str) -> None:
+def test_what_other_scripts_always_set_is_answered(name: str, setting: str) -> None:
     assert setting in DOTTED.findall(hint(name, settings()))
 
 

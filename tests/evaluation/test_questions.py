@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from gkd.config import Rollout
 from gkd.config import load as load_config
@@ -62,6 +63,22 @@ def test_rows_and_difficulty_belong_to_the_questions_that_fit(tmp_path: Path) ->
     assert [len(own.questions) for own in both] == [1, 2]  # the lower of both limits
 
 
+def test_questions_of_some_difficulties_keep_their_keys_and_limits_count_these(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "a b", "answer": " ", "level": 3}]
+    everything = load(tmp_path, ROWS, difficulty="level").questions
+    chosen = load(tmp_path, rows, difficulty="level", difficulties=[2]).questions  # another one needs no answer
+    assert [q.key for q in chosen] == [q.key for q in everything if q.difficulty == "2"]
+    both = load(tmp_path, ROWS, difficulty="level", difficulties=["1", "2"], limit=2).questions
+    assert [q.prompt.id for q in both] == [0, 1]
+    assert [q.prompt.id for q in load(tmp_path, ROWS, difficulty="level", difficulties="2", limit=1).questions] == [1]
+
+
+def test_difficulties_are_values_in_a_column() -> None:
+    for wrong in ({"difficulties": ["easy"]}, {"difficulty": "level", "difficulties": []}):
+        with pytest.raises(ValidationError, match=r"difficult"):
+            EvalSet.model_validate({"files": ["x"], **wrong})
+
+
 def test_a_set_ends_answers_as_the_run_does_unless_it_says_how() -> None:
     rollout, sets = Rollout(stop=["END"]), (EvalSet(files=["x"], stop=stop) for stop in (None, [], ["\n"]))
     assert [sampling_of(rollout, own).stop for own in sets] == [("END",), (), ("\n",)]
@@ -84,6 +101,11 @@ def test_a_set_ends_answers_as_the_run_does_unless_it_says_how() -> None:
             ROWS,
             {"difficulty": "levl"},
             r"'levl' \(evaluate.sets.letters.difficulty\) \(.*level\?\)",
+        ),
+        (
+            [{"prompt": "a", "answer": "b", "level": level} for level in ("easy", "hard")],
+            {"difficulty": "level", "difficulties": ["hard", "eazy"]},
+            r"sets\.letters\.difficulties: .*\beazy\b.*\beasy\?.*\beasy, hard$",
         ),
     ],
 )
