@@ -139,7 +139,7 @@ class ActorGroup(ActorRanks):
     @property
     def _is_own_reference(self) -> bool:
         """Whether the reference is the actor without its adapter."""
-        return self.config.algorithm.kl.coef > 0 and not self.config.has_reference_group
+        return self.config.algorithm.needs_reference and not self.config.has_reference_group
 
     def update(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train on a batch: ``actor.epochs`` times over its mini-batches, one optimizer step each.

@@ -204,7 +204,7 @@ def _dropout_leaves_the_ratio(config: Config) -> None:
 def _scorers_know_no_penalty(config: Config) -> None:
     penalty, algorithm = config.rollout.presence_penalty, config.algorithm
     if config.has_reference_group:
-        scorer = f"the reference of algorithm.kl.coef={algorithm.kl.coef:g}"
+        scorer = "the reference"
     elif algorithm.advantage.teacher_kl > 0:
         scorer = f"the teacher of algorithm.advantage.teacher_kl={algorithm.advantage.teacher_kl:g}"
     else:

@@ -311,5 +311,5 @@ class Algorithm(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether samples are scored by a reference model, which the penalty refers to."""
-        return self.kl.coef > 0
+        """Whether samples are scored by a reference model, for the penalty or a surrogate that refers to it."""
+        return self.kl.coef > 0 or (self.policy_weight > 0 and bool(self.policy.selected_class.needs_reference))

@@ -164,7 +164,7 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
         own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
         losses["actor/supervised_loss"] = algorithm.cross_entropy_weight * supervised * own
         sums["actor/cross_entropy"] = supervised * own
-    if algorithm.needs_reference:
+    if algorithm.kl.coef > 0:
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None
         penalty = kl_penalty(log_q, micro.reference_logprobs, algorithm.kl.estimator, weights.old)

@@ -55,7 +55,8 @@ def policy_loss(micro: MicroBatch, log_q: Tensor, algorithm: Algorithm, weights:
         teacher = micro.targets.teacher_token_logprobs.clamp(min=MIN_LOGPROB)
         advantages = advantages - algorithm.advantage.teacher_kl * (old - teacher)
     ratio = pg.ratio_of(pg.log_ratio(algorithm.ratio, log_q, old, micro.bounds, by_token))
-    values, clipped = surrogate(log_q, ratio, advantages), surrogate.clips(ratio.detach())
+    more = {"reference": micro.reference_logprobs} if surrogate.needs_reference else {}
+    values, clipped = surrogate(log_q, ratio, advantages, **more), surrogate.clips(ratio.detach())
     require_values(values, len(log_q), log_q, f"algorithm.policy.surrogate={algorithm.policy.surrogate}")
     require_values(
         clipped, len(log_q), ratio.detach(), f"algorithm.policy.surrogate={algorithm.policy.surrogate}: clips"

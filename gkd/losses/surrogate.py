@@ -27,6 +27,10 @@ class Surrogate(ABC):
     """Whether the loss of a token depends on nothing of other tokens. It then gets a micro-batch's tokens in parts and
     takes one pass over the logits; otherwise the tokens' log-probabilities are computed beforehand."""
 
+    needs_reference: ClassVar[bool] = False
+    """Whether a reference model is to score samples, as with ``algorithm.kl.coef`` above 0. :meth:`__call__` then gets
+    its log-probabilities of the tokens, [N], as ``reference=``, a parameter of such a class' own with a default."""
+
     def __init__(self, config: Any, usual_range: tuple[float, float]) -> None:
         self.config, self.usual_range = config, usual_range
 

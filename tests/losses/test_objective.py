@@ -14,7 +14,7 @@ import torch
 
 from gkd.actor.collate import collate
 from gkd.algorithms.aggregation import token_weights
-from gkd.config import Algorithm, Rollout
+from gkd.config import Algorithm, Rollout, load
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.types import ScoredSample
@@ -259,6 +259,45 @@ def test_the_mask_of_far_sequences_looks_at_what_the_engine_said() -> None:
     assert slope[a:b].abs().max() == 0 < slope[:a].abs().max()
     micro.advantages[a:b] = 1.0  # good ones stay
     assert loss_and_slope(micro, logits, **how)[1][a:b].abs().max() > 0
+
+
+PENALIZED = """
+from gkd.losses.surrogate import Surrogate
+
+class Plain(Surrogate):
+    by_token = True
+
+    def __call__(self, log_q, ratio, advantages):
+        return -ratio * advantages
+
+    def clips(self, ratio):
+        return ratio > 1e9
+
+class ByToken(Plain):
+    needs_reference = True
+
+    def __call__(self, log_q, ratio, advantages, reference=None):
+        d = log_q - reference
+        return ratio * (0.2 * ((-d).exp() - 1 + d) - advantages)
+
+class Whole(ByToken):
+    by_token = False
+"""
+
+
+@pytest.mark.parametrize("name", ["ByToken", "Whole"])
+def test_a_surrogate_that_needs_a_reference_is_given_its_log_probabilities(name: str, tmp_path: Path) -> None:
+    """So that with a penalty of its own it does what algorithm.kl.coef does."""
+    (tmp_path / "penalized.py").write_text(PENALIZED)
+    micro, logits = a_batch()
+    plain, own = ({"surrogate": f"{tmp_path}/penalized.py:{kind}"} for kind in ("Plain", name))
+    expected, slope = loss_and_slope(micro, logits, name="grpo", policy=plain, kl={"coef": 0.2})
+    penalized = loss_and_slope(micro, logits, name="grpo", policy=own)
+    assert penalized[0] == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(penalized[1], slope)
+    assert loss_and_slope(micro, logits, name="grpo", policy=plain)[0] != pytest.approx(expected, rel=1e-3)
+    config = load({"algorithm": {"name": "grpo", "policy": own}, "rollout": {"n": 2}})
+    assert "reference" in config.groups()
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     learned = sum(n * pass_s(part, layers, head, to_and_fro, from_host) for n, part in parts) + n_updates * once
     algorithm = layout.config.algorithm
     old_logprobs = actor.epochs * n_updates > 1 and algorithm.weighs_samples
-    n_forward = old_logprobs + (algorithm.kl.coef > 0 and lora)
+    n_forward = old_logprobs + (algorithm.needs_reference and lora)
     forward = sum(n * pass_s(part, 1, 1, c, c if lora else F32) for n, part in parts) if n_forward else 0.0
     return actor.epochs * learned + n_forward * forward
 
