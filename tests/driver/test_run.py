@@ -26,6 +26,7 @@ from gkd.driver.run import (
     _print_pace,
     _restore,
     _train_and_save,
+    _with_offload,
     step_text,
 )
 from gkd.driver.validation.best import BestModel
@@ -79,6 +80,23 @@ def test_offload_and_sizes_are_decided_for_models_of_types_that_are_not_known_as
     assert offload and sizes["rollout.max_num_seqs"] >= 128
     two = [f"{pool}.n_gpus_per_node=2" for pool in ("trainer", "rollout", "teacher")]
     assert decide("+recipe=on_policy_distill", *teachers, "data.teacher_key=k", *two, gib=39.4)[0]
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(79.1, False), (400.0, True)])
+def test_where_nothing_is_sampled_ahead_that_was_to_be_is_warned_of(
+    gib: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = dict(zip(SIZE_FIELDS, SIZES["Qwen2.5-3B"], strict=True)) | {"model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}])
+    own = [f"model.path={tmp_path}", *OWN_DATA, "data.answer_key=c", "schedule.max_staleness=2"]
+    config = compose(["+recipe=grpo", *own, "placement=single_gpu", "actor.max_tokens_per_micro_batch=4096"])
+    reports = [SimpleNamespace(group=group, gpu_bytes=gib * 2**30, node_id="a") for group in config.groups()]
+    decided = _with_offload(config, SimpleNamespace(reports=reports, groups=list(config.groups())))  # type: ignore[arg-type]
+    assert decided.schedule.max_staleness == (2 if fits else 0)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (not fits)
+    assert all("schedule.max_staleness=2" in line and "rollout.colocate_with=null" in line for line in warnings)
 
 
 OWN_MODELS = ["model.path=x", "teacher.model.path=y", *OWN_DATA]

@@ -51,30 +51,37 @@ def _stopped(pid: int) -> Iterator[None]:
 
 
 def test_workers_that_are_killed_come_back_and_every_sample_is_trained_once(start: Any) -> None:
-    """Both engines, and a replica of the teacher, at once; then one engine of two. The run ends as if nothing was."""
+    """Both engines, and a replica of the teacher, at once; one engine of two; then the actor, for which the run begins
+    again from its last checkpoint by itself. It ends as if nothing was.
+    """
     pools = ("rollout.n_gpus_per_node=2", "rollout.engine=hf", "teacher.n_gpus_per_node=2", "teacher.heartbeat_s=1")
     size = ("trainer.batch_size=8", "rollout.n=4", "trainer.n_logged_samples=32", "data.val_limit=16")
-    run = start("trainer.total_steps=20", "schedule.max_staleness=1", "trainer.restarts=0", *size, *pools)
+    again = ("trainer.restarts=1", "trainer.save_every=3", "trainer.save_minutes=null")
+    run = start("trainer.total_steps=40", "schedule.max_staleness=1", *again, *size, *pools)
     run.wait_for_step(2, timeout_s=300)
     before = run.workers()
     with _stopped(before["actor", 0]):  # so that on no machine, however busy, the run ends before the loss
-        _the_monitor_shows(run, {"actor": 1, "rollout": 2, "teacher": 2}, 20)
+        _the_monitor_shows(run, {"actor": 1, "rollout": 2, "teacher": 2}, 40)
         for lost in (("teacher", 1), ("rollout", 0), ("rollout", 1)):
             os.kill(before[lost], signal.SIGKILL)
         at = run.metrics()[-1]["step"]
     run.wait_for_step(at + 4)  # which takes engines that have come back
     os.kill(next(pid for who, pid in run.workers().items() if who[0] == "rollout" and alive(pid)), signal.SIGKILL)
-    assert run.end(180) == 0, run.text()
+    run.wait_for_step(at + 8)
+    after = run.workers()
+    os.kill(after["actor", 0], signal.SIGKILL)
+    assert run.end(300) == 0, run.text()
     assert run.errors() == []
     steps = [row["step"] for row in run.metrics()]
-    assert steps == list(range(21))
+    assert steps == list(range(41))
     assert max(row["staleness/max"] for row in run.metrics()[1:]) <= 1
     rows = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
     trained = Counter((row["step"], row["prompt_id"], row["index"]) for row in rows)
-    assert sum(trained.values()) == len(trained) == 20 * 8 * 4
-    assert Counter(step for step, _, _ in trained) == dict.fromkeys(range(1, 21), 32)
+    assert sum(trained.values()) == len(trained) == 40 * 8 * 4
+    assert Counter(step for step, _, _ in trained) == dict.fromkeys(range(1, 41), 32)
     events = [json.loads(line) for line in (run.output / "events.jsonl").read_text().splitlines()]
-    deaths, back = ([row for row in events if row["kind"] == kind] for kind in ("death", "restart"))
+    (begins,) = (i for i, row in enumerate(events) if row["text"] == "1 of trainer.restarts=1")
+    deaths, back = ([row for row in events[:begins] if row["kind"] == kind] for kind in ("death", "restart"))
     assert len(deaths) >= 4
     assert all(row["settings"] == ["cluster.worker_restarts"] and row["step"] >= at - 1 for row in deaths)
     # One that is killed before it has loaded is named as what it stands for.
@@ -82,8 +89,7 @@ def test_workers_that_are_killed_come_back_and_every_sample_is_trained_once(star
     named = {" ".join(text.split()[:3]) for text in texts}
     assert named == {"teacher rank 1", "rollout rank 0", "rollout rank 1"}
     assert {" ".join(row["text"].split()[:3]) for row in back} <= named and back
-    after = run.workers()
-    assert after["actor", 0] == before["actor", 0]
+    assert after["actor", 0] == before["actor", 0] != run.workers()["actor", 0]
     assert after["teacher", 0] == before["teacher", 0]
     for row in back:
         (group, _, rank), pid = row["text"].split()[:3], re.search(r"pid (\d+)", row["text"])
