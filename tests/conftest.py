@@ -101,7 +101,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Take what is there for good, such as torch, out of every later garbage collection.
 
     And have all of torch's loggers propagate: to each of the fifty that do not, pytest adds handlers for every test. In
-    the fast tier torch computes on one core, as the other process does; vLLM has as many threads as it began with.
+    the fast tier torch computes on one core, as the other processes do; vLLM has as many threads as it began with.
     """
     if "torch" in sys.modules and all(tier(item.path) is None for item in session.items):
         sys.modules["torch"].set_num_threads(1)

@@ -89,6 +89,11 @@ def test_a_checkpoint_of_another_version_lacks_settings(tmp_path: Path) -> None:
     saved = SavedCheckpoint(rank.parents[1], "step", RunState(step=5), tree, "", "float32", {}, files)
     write(replace(saved, version="0.1.0"))
     assert find(load({}), tmp_path).state.step == 5
+    for own in ({"data": {"chat_template_kwargs": {"x": 1}}}, {"algorithm": {"name": "grpo"}, "rollout": {"n": 2}}):
+        same = {**load(own).model_dump(mode="json")}
+        write(replace(saved, config=same, version="0.1.0"))
+        assert find(load(own), tmp_path).state.step == 5
+    write(replace(saved, version="0.1.0"))
     with pytest.raises(ConfigError, match=r"loss\.temperature=1, .* 3 \(gkd 0\.1\.0 "):
         find(load({"algorithm": {"loss": {"temperature": 3.0}}}), tmp_path)
     write(saved)

@@ -73,7 +73,7 @@ def explain_finished(config: Config, output: Path) -> str | None:
     if stopped is not None:
         state, setting = f"it stopped early after step {steps} ({stopped})", "other values of trainer.stop_early"
     checkpoints = complete(output / "checkpoints")
-    further = _explain_finished(output)
+    further = _explain_no_checkpoint(output)
     if checkpoints:
         further = f"{setting} would go on after step {step_of(checkpoints[-1])}, from {checkpoints[-1]}"
     return f"the run in {output} is finished: {state} and the trained student is in {model}; {further}"
@@ -84,8 +84,8 @@ def has_trained(output: Path) -> bool:
     return steps_done(output) is not None or (output / "model").is_dir()
 
 
-def _explain_finished(output: Path) -> str:
-    """Describe what a finished run is that left nothing to go on from."""
+def _explain_no_checkpoint(output: Path) -> str:
+    """Describe what is left of a finished run that has nothing to go on from."""
     return f"it left no checkpoint, so more steps are a run of their own, with model.path={output / 'model'}"
 
 
@@ -102,7 +102,7 @@ def find(config: Config, output: Path) -> SavedCheckpoint:
         raise ConfigError(f"trainer.resume: every checkpoint in {directory} is damaged: {reasons}")
     if saved is None and has_trained(output):
         how = "is finished" if steps_done(output) is not None else f"has written its student, but no {SUMMARY}"
-        raise ConfigError(f"trainer.resume: the run in {output} {how}: {_explain_finished(output)}")
+        raise ConfigError(f"trainer.resume: the run in {output} {how}: {_explain_no_checkpoint(output)}")
     if saved is None:
         raise ConfigError(f"trainer.resume: {describe_none(directory)}; trainer.resume=auto would begin")
     for path, why in damaged.items():
@@ -128,7 +128,7 @@ def _changes(saved: SavedCheckpoint, config: Config) -> dict[str, tuple[str, str
     trees = saved.config, config.model_dump(mode="json"), Config().model_dump(mode="json")
     before, now, defaults = (flatten(with_absolute_paths(tree, Path.cwd())) for tree in trees)
     if saved.version != __version__:
-        before = defaults | before
+        before = {key: value for key, value in defaults.items() if key in now} | before
     keys = [*sorted(now.keys() & before.keys()), *sorted(now.keys() ^ before.keys())]
     values = {key: (before.get(key), now.get(key)) for key in keys}
     return {key: (_format(old), _format(new)) for key, (old, new) in values.items() if old != new}
