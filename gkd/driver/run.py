@@ -29,7 +29,8 @@ from gkd.driver.checkpoints.attempts import restarts
 from gkd.driver.checkpoints.checkpoint import RunState, SavedCheckpoint
 from gkd.driver.checkpoints.resume import DAY, cut, differences, forget_best_after, require_same_data
 from gkd.driver.checkpoints.saving import Checkpoints, require_place
-from gkd.driver.inputs.find import Inputs, with_scoring_engines
+from gkd.driver.inputs.find import Inputs
+from gkd.driver.inputs.models import with_scoring_engines
 from gkd.driver.loop.parts import Parts, RunLog
 from gkd.driver.loop.train import train
 from gkd.driver.startup import start, with_transfer
@@ -103,7 +104,7 @@ def _drive(
     on_step: OnStep | None,
 ) -> tuple[report.Summary, Checkpoints, BestModel | None]:
     """Do the run; returns what it came to, its checkpoints, of which the last may have failed, and its best student."""
-    output, requested, config = directory.path, config, lay_out(with_scoring_engines(config, inputs))
+    output, requested, config = directory.path, config, lay_out(with_scoring_engines(config, inputs.scorers))
     _write(requested, config, output)
     placement = _place_and_show(config, session, output, out)
     config = with_transfer(_with_offload(config, placement), placement.groups)

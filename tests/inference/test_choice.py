@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
@@ -13,7 +12,7 @@ from transformers import AutoConfig
 from gkd.config.compose import compose
 from gkd.config.groups import Teacher
 from gkd.data.model_info import ModelInfo
-from gkd.driver.inputs.find import _require_usable, with_scoring_engines
+from gkd.driver.inputs.models import require_usable, with_scoring_engines
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.torch_scorer import TorchScorer
@@ -63,12 +62,12 @@ def test_a_run_has_one_engine_for_all_its_teachers(tmp_path: Path) -> None:
         "vllm": {"teacher:a": paths["qwen3_moe"], "teacher:b": paths["qwen3_moe"]},
     }
     for engine, models in scorers.items():
-        assert with_scoring_engines(config, SimpleNamespace(scorers=models)).teacher.engine == engine
+        assert with_scoring_engines(config, models).teacher.engine == engine
     mixed = {"teacher:a": paths["qwen3_moe"], "teacher:b": paths["llama"], "reference": paths["qwen3_moe"]}
-    decided = with_scoring_engines(config, SimpleNamespace(scorers=mixed))
+    decided = with_scoring_engines(config, mixed)
     assert (decided.teacher.engine, decided.reference.engine) == ("torch", "vllm")
     named = compose(["+recipe=on_policy_distill", "teacher.engine=vllm"])
-    assert with_scoring_engines(named, SimpleNamespace(scorers=scorers["torch"])).teacher.engine == "vllm"
+    assert with_scoring_engines(named, scorers["torch"]).teacher.engine == "vllm"
 
 
 def test_an_external_teachers_engine_is_not_chosen_here(tmp_path: Path) -> None:
@@ -77,8 +76,8 @@ def test_an_external_teachers_engine_is_not_chosen_here(tmp_path: Path) -> None:
     scorers = {"teacher": str(tmp_path)}
     own = ["model.path=m", f"teacher.model.path={tmp_path}", "data.train_files=[x]", "data.val_files=[x]"]
     config = compose([*own, "teacher.server_ip=127.0.0.1", "teacher.quantization=fp9", "rollout.engine=hf"])
-    assert with_scoring_engines(config, SimpleNamespace(scorers=scorers)).teacher.engine == "auto"
-    _require_usable(config, str(tmp_path), scorers)
+    assert with_scoring_engines(config, scorers).teacher.engine == "auto"
+    require_usable(config, str(tmp_path), scorers)
 
 
 def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
@@ -93,8 +92,8 @@ def test_a_method_of_quantization_is_vllms(tmp_path: Path) -> None:
     assert scoring_arguments(spec)["quantization"] == "fp8_per_block"
     config = compose(["+recipe=on_policy_distill", "teacher.quantization=fp9"])
     with pytest.raises(ConfigError, match=r"^teacher\.quantization=fp9: .*mean fp8\?"):
-        _require_usable(config, str(tmp_path), {"teacher": str(tmp_path)})
-    _require_usable(
+        require_usable(config, str(tmp_path), {"teacher": str(tmp_path)})
+    require_usable(
         compose(["+recipe=on_policy_distill", "teacher.quantization=fp8"]), str(tmp_path), {"teacher": str(tmp_path)}
     )
 

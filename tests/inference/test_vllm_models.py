@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from gkd.config.compose import compose
 from gkd.data.model_info import ModelInfo
-from gkd.driver.inputs.find import _require_usable
+from gkd.driver.inputs.models import require_usable
 from gkd.errors import ConfigError
 from gkd.inference.vllm_models import (
     STUDENT_REMEDY,
@@ -81,14 +81,14 @@ def test_each_model_is_named_with_what_to_do(tmp_path: Path) -> None:
     AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
     path, config = str(tmp_path), compose(["+recipe=grpo"])
     with pytest.raises(ConfigError, match=r"^model.path=.* heads of 24, .*; rollout.engine=hf samples"):
-        _require_usable(config, path, {})
+        require_usable(config, path, {})
     scored = ["+recipe=on_policy_distill", "algorithm.kl.coef=0.1", "teacher.engine=vllm", "reference.engine=vllm"]
     config = compose([*scored, "rollout.engine=hf"])
-    _require_usable(config, path, {})
+    require_usable(config, path, {})
     with pytest.raises(ConfigError, match=r"^reference.model.path=.* heads of 24, .*; reference.engine=torch scores"):
-        _require_usable(config, path, {"reference": path})
+        require_usable(config, path, {"reference": path})
     with pytest.raises(ConfigError, match=r"^teacher.models.math=.* heads of 24, .*; teacher.engine=torch scores"):
-        _require_usable(config, path, {"teacher:math": path})
+        require_usable(config, path, {"teacher:math": path})
 
 
 def test_a_model_that_is_computed_otherwise_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from gkd.types import Int32, Target
 
 
 class PlainScorer(InferenceEngine[ScoreRequest | GenerateRequest, Target | Int32]):
-    can_score = True
+    can_score, scores_every_token = True, frozenset({"cpu", "cuda"})
 
     def __init__(self, spec: EngineSpec) -> None:
         from transformers import AutoModelForCausalLM

@@ -22,18 +22,11 @@ from gkd.data.row import Row
 from gkd.data.stream import PromptStream
 from gkd.data.task import TaskInputs, make_inputs, require_teacher
 from gkd.data.templates import warn_of_raw_text
-from gkd.data.tokenizer import check_causal_lm, check_same_tokenizer, check_student, load_tokenizer, tokenizer_hash
+from gkd.data.tokenizer import load_tokenizer, tokenizer_hash
+from gkd.driver.inputs.models import find_models, find_reward_model, read_models, require_usable
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import Questions, load_questions
 from gkd.evaluation.rating import reward_settings
-from gkd.inference.vllm_models import (
-    REFERENCE_REMEDY,
-    SCORER_REMEDY,
-    STUDENT_REMEDY,
-    require_quantization,
-    require_vllm_runs,
-    scoring_engine,
-)
 from gkd.rewards.completion import RewardFunction
 from gkd.scoring.prompting import teacher_prompts
 from gkd.types import Prompt
@@ -81,9 +74,9 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
     student, scorers = find_models(config, task_inputs)
     tokenizer = load_tokenizer(student)
     models = read_models(student, scorers, tokenizer)
-    _require_usable(config, student, scorers)
+    require_usable(config, student, scorers)
     longest = max_length(config, models)
-    scorers |= _find_reward_model(config)
+    scorers |= find_reward_model(config)
     if config.algorithm.needs_teacher:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
@@ -158,19 +151,6 @@ def settle_data(
     return prompts, own
 
 
-def read_models(student: str, scorers: Mapping[str, str], tokenizer: Any) -> dict[str, ModelInfo]:
-    """Describe the student, which has this ``tokenizer``, and the models that score, by name.
-
-    The student's ``n_tokens`` are those that all of them have a row for: a tokenizer may have more, as that of Gemma 3
-    has for images, and what a scorer lacks must not be sampled.
-    """
-    models = {"student": ModelInfo.read(student, "model.path", tokenizer)}
-    for name, path in scorers.items():
-        models[name] = ModelInfo.read(path, model_setting(name))
-    n_tokens = min(models["student"].n_tokens, *(model.vocabulary for model in models.values()))
-    return {**models, "student": replace(models["student"], n_tokens=n_tokens)}
-
-
 def see_as_teachers(
     config: Config, prompts: Mapping[str, PromptSet], scorers: Mapping[str, str], tokenizer: Any, longest: int
 ) -> dict[str, PromptSet]:
@@ -228,49 +208,6 @@ def _require_known_teachers(config: Config, prompts: list[Prompt]) -> None:
             )
 
 
-def with_scoring_engines(config: Config, inputs: Inputs) -> Config:
-    """Return the configuration with the engines that score in place of ``auto``."""
-    decided = {}
-    for group in ("teacher", "reference"):
-        paths = _paths_of(inputs.scorers, group)
-        if paths and group in config.groups() and getattr(config, group).engine == "auto":
-            decided[group] = _scoring_engine(config, group, paths)
-    for group, engine in decided.items():
-        log.info("the %s scores with %s (%s.engine=auto)", group, engine, group)
-    return config.with_settings({f"{group}.engine": engine for group, engine in decided.items()})
-
-
-def _paths_of(scorers: Mapping[str, str], group: str) -> list[str]:
-    return [path for name, path in scorers.items() if scorer_group(name) == group]
-
-
-def _scoring_engine(config: Config, group: str, paths: list[str]) -> str:
-    """Return the engine of a group that scores; where several teachers differ, one that does without vLLM."""
-    settings = getattr(config, group)
-    engines = {scoring_engine(settings, path) for path in paths}
-    return min(engines, key=lambda name: bool(settings.registry.load(name).needs_vllm))
-
-
-def _require_usable(config: Config, student: str, scorers: dict[str, str]) -> None:
-    """Raise ConfigError for a model that vLLM is to run and cannot, and a student that adapters cannot have."""
-    if config.rollout.engine_class.needs_vllm:
-        require_vllm_runs(student, "model.path", STUDENT_REMEDY)
-    for name, path in scorers.items():
-        group = scorer_group(name)
-        if group not in config.groups():  # an external teacher's own machine runs it
-            continue
-        decided = _scoring_engine(config, group, _paths_of(scorers, group))
-        engine = getattr(config, group).model_copy(update={"engine": decided})
-        if not engine.engine_class.needs_vllm:
-            continue
-        require_quantization(engine.quantization, f"{group}.quantization")
-        require_vllm_runs(path, model_setting(name), REFERENCE_REMEDY if group == "reference" else SCORER_REMEDY)
-    if config.actor.lora.r is not None:
-        from gkd.actor.lora import require_adaptable  # imports torch and peft
-
-        require_adaptable(student, config.actor.lora)
-
-
 def find_files(config: Config, report: Callable[[str], None]) -> TaskInputs:
     """Return the models and files of data that settings name, or that the task makes.
 
@@ -286,36 +223,6 @@ def find_files(config: Config, report: Callable[[str], None]) -> TaskInputs:
     return made
 
 
-def find_models(config: Config, task_inputs: TaskInputs) -> tuple[str, dict[str, str]]:
-    """Return directories of the student and, by name, of teachers and reference: the student's, where none is named.
-
-    Raises ConfigError for a model that cannot be used, and one whose tokens are not the student's.
-    """
-    student = check_student(task_inputs.student, "model.path")
-    named = {
-        "teacher": task_inputs.teacher,
-        **{f"teacher:{name}": path for name, path in config.teacher.models.items()},
-    }
-    if config.has_reference_group:
-        named["reference"] = config.reference.model.path
-    scorers = {}
-    for name, path in named.items():
-        if path is not None:
-            scorers[name] = check_causal_lm(path, model_setting(name))
-            check_same_tokenizer(student, scorers[name], model_setting(name))
-    if config.has_reference_group:
-        scorers.setdefault("reference", student)
-    return student, scorers
-
-
-def _find_reward_model(config: Config) -> dict[str, str]:
-    """Return the directory of the reward model by its name, where there is one. Raises ConfigError for an unfit one."""
-    if not config.has_reward_model_group:
-        return {}
-    settings = config.reward_model
-    return {"reward_model": settings.engine_class.check_model(settings.model.path, "reward_model.model.path")}
-
-
 def require_files(config: Config) -> None:
     """Raise ConfigError for a model or a file of data that a run of ``config`` would not find; a task makes its own.
 
@@ -329,7 +236,7 @@ def require_files(config: Config) -> None:
         next(read_rows(file))
     if not config.uses_task:
         find_models(config, find_files(config, log.info))
-    _find_reward_model(config)
+    find_reward_model(config)
 
 
 def _require_answers(config: Config, train: PromptSet) -> None:

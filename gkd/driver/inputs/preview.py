@@ -23,14 +23,13 @@ from gkd.data.rendering import drop_long
 from gkd.data.tokenizer import load_tokenizer
 from gkd.driver.inputs.find import (
     find_files,
-    find_models,
     max_length,
     needs_columns,
-    read_models,
     read_val_sets,
     see_as_teachers,
     settle_data,
 )
+from gkd.driver.inputs.models import find_models, read_models
 from gkd.errors import ConfigError
 from gkd.evaluation.questions import Questions
 from gkd.types import Int32, Prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from gkd.config.base import SCORERS
@@ -27,8 +28,9 @@ def busy_by_step(
     """
     steps = timeline.steps()
     work = [span for span in timeline.spans if span.name in WORK.get(span.group, ())]
-    so_far = _own_times(work, {bound for step in steps for bound in step}, hosts, at_once, shares or {})
     n_workers = Counter(lane.rpartition(" ")[0] for lane in timeline.lanes)
+    devices = _SharedDevices(hosts, at_once, shares or {}, n_workers)
+    so_far = _own_times(work, {bound for step in steps for bound in step}, devices)
     groups = [group for group in WORK if n_workers[group]]
     return [
         {group: (so_far[end][group] - so_far[start][group]) / n_workers[group] for group in groups}
@@ -53,12 +55,26 @@ def paces_of(steps: Sequence[Mapping[str, float]]) -> tuple[Pace, ...]:
     return tuple(Pace(compare(step, "rollout"), compare(step, *SCORERS), compare(step, "actor")) for step in last)
 
 
+@dataclass(frozen=True, slots=True)
+class _SharedDevices:
+    """Devices that groups work on, as :func:`busy_by_step` is given them, and how many workers each group has."""
+
+    hosts: Mapping[str, str]
+    at_once: int
+    shares: Mapping[str, float]
+    n_workers: Mapping[str, int]
+
+    def slow_down(self, busy: Mapping[str, int]) -> dict[str, float]:
+        """Return how many times as long each group takes while so many of its workers are busy, beside the others."""
+        load = defaultdict[str, float](float)
+        for name, n in busy.items():
+            part = min(1.0, n / self.n_workers[name])
+            load[self.hosts.get(name, name)] += self.shares.get(name, 1.0) * part / self.at_once
+        return {name: slowness(self.shares.get(name, 1.0), load[self.hosts.get(name, name)]) for name in busy}
+
+
 def _own_times(
-    spans: Iterable[TimelineSpan],
-    bounds: Iterable[float],
-    hosts: Mapping[str, str],
-    at_once: int,
-    shares: Mapping[str, float],
+    spans: Iterable[TimelineSpan], bounds: Iterable[float], devices: _SharedDevices
 ) -> dict[float, dict[str, float]]:
     """Return, for each of ``bounds``, the seconds that all workers of each group together have worked until then."""
     changes = [(bound, "", 0) for bound in bounds]
@@ -67,11 +83,9 @@ def _own_times(
     busy, worked, at = Counter[str](), defaultdict[str, float](float), 0.0
     times: dict[float, dict[str, float]] = {}
     for time, group, change in sorted(changes):
-        working, load = [name for name, n in busy.items() if n], defaultdict[str, float](float)
-        for name in working:
-            load[hosts.get(name, name)] += shares.get(name, 1.0) / at_once
-        for name in working:
-            worked[name] += busy[name] * (time - at) / slowness(shares.get(name, 1.0), load[hosts.get(name, name)])
+        working = {name: n for name, n in busy.items() if n}
+        for name, times_as_long in devices.slow_down(working).items():
+            worked[name] += working[name] * (time - at) / times_as_long
         at = time
         busy[group] += change
         if not group:

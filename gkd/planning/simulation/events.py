@@ -103,10 +103,10 @@ class _Simulation:
         heapq.heappop(nearest.events)[2]()
 
     def _slow_down(self, working: Sequence[GroupClock]) -> None:
-        """Have each group work as fast as those that work besides it on its device leave it."""
+        """Have each group work as fast as those that work besides it on its devices leave it, on average over these."""
         load = dict.fromkeys((clock.device for clock in working), 0.0)
         for clock in working:
-            load[clock.device] += clock.share / self.run.at_once
+            load[clock.device] += clock.share * min(1.0, clock.busy / clock.n_workers) / self.run.at_once
         for clock in working:
             clock.slowness = slowness(clock.share, load[clock.device])
 

@@ -273,6 +273,13 @@ def test_an_engine_states_which_models_it_rates_with(models: Path, tmp_path: Pat
         assert InferenceEngine.check_model(str(path), "reward_model.model.path") == str(path)
     with pytest.raises(ConfigError, match=r"^x=.*config\.json"):
         InferenceEngine.check_model(str(tmp_path), "x")
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from tests.own.likelihood import Likelihood\n"
+        "class Lax(Likelihood):\n  @classmethod\n  def check_model(cls, path, setting): return None\n"
+    )
+    with pytest.raises(ConfigError, match=r"^reward_model\.engine: Lax\.check_model.* None$"):
+        check(f"{own}:Lax", "language")
 
 
 def test_a_teacher_with_other_tokens_is_named_by_its_own_setting(models: Path, tmp_path: Path) -> None:

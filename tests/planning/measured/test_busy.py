@@ -54,10 +54,10 @@ def test_a_groups_time_is_what_its_workers_worked_without_waits(tmp_path: Path) 
 
 
 def test_on_shared_devices_groups_have_half_of_them_while_both_work(tmp_path: Path) -> None:
-    """Of the actor's 3 s two were beside sampling; of the engines' 6 and 4 those two, and the first of them."""
+    """Of the actor's 3 s two were beside sampling, of both engines and of one, which works on one of two devices."""
     write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
     seconds = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}))
-    assert seconds == pytest.approx({"actor": 1 + 2 / 2, "rollout": (4 + 2 / 2 + 3 + 1 / 2) / 2})
+    assert seconds == pytest.approx({"actor": 1 + 1 / 2 + 1 / 1.5, "rollout": (4 + 1 / 2 + 1 / 1.5 + 3 + 1 / 2) / 2})
 
 
 def test_cores_that_have_room_for_both_slow_neither_down(tmp_path: Path) -> None:
@@ -67,10 +67,11 @@ def test_cores_that_have_room_for_both_slow_neither_down(tmp_path: Path) -> None
 
 
 def test_sampling_that_the_host_sets_the_pace_of_is_slowed_by_half(tmp_path: Path) -> None:
-    """Its device works for half of its time, so both take half as much again of it, and the actor of all its time."""
+    """Its devices work for half of its time: beside both engines the actor takes half as long again."""
     write_timeline(tmp_path, SLOW, STEP, STEP, SLOW)
     seconds = busy_seconds(busy_by_step(RunTimeline.read(tmp_path), {"rollout": "actor"}, shares={"rollout": 0.5}))
-    assert seconds == pytest.approx({"actor": 1 + 2 / 1.5, "rollout": (4 + 2 / 1.25 + 3 + 1 / 1.25) / 2})
+    one, both = 1 / 1.125, 1 / 1.25
+    assert seconds == pytest.approx({"actor": 1 + 1 / 1.5 + 1 / 1.25, "rollout": (4 + both + one + 3 + both) / 2})
 
 
 def test_paces_are_each_steps_share_of_the_mean(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_on_a_gpu_that_sampling_does_not_fill_others_work_beside_it() -> None:
     in_turn, ahead = (simulate_layout(s, staleness).seconds for staleness in (0, 1))
     assert in_turn == pytest.approx((3.83 + 3.85) / 2, rel=0.1)
     assert ahead == pytest.approx((2.82 + 2.64) / 2, rel=0.1)
+    two = layout_of(*H200, "placement=2gpu", *lengths)  # one of two engines leaves the other one's GPU alone
+    assert simulate_layout(two, 1).seconds == pytest.approx(simulate_layout(two, 0).seconds, rel=0.05)
     large = layout_of(
         *H200[:1], "model.size=32b", "teacher.model.size=32b", *H200[-1:], *lengths, "placement=single_gpu"
     )
