@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "external": {"model": {"path": "m"}, "data": FILES, "teacher": {"server_ip": "127.0.0.1", "model": {"path": "t"}}},
     "supervised": {"algorithm": {"name": "sft"}},
 }
+TREES = {run: load(tree).model_dump() for run, tree in RUNS.items()}
 SECTIONS = {
     "rewards": ("teacher", "reference", "reward_model"),
     "external": ("teacher", "reference", "reward_model", "reward"),
@@ -42,14 +46,6 @@ REFUSED = {
 }  # fmt: skip
 """What ends the run before it begins, or takes a class or rewards of one's own."""
 USED = {
-    *((run, name) for run in ("rewards", "supervised") for name in ("teacher.server_ip", "teacher.model.path",
-      "teacher.model.size", "teacher.models", "teacher.chat_template")),
-    *((run, "reference.model.path") for run in RUNS), *((run, "reward.functions") for run in SECTIONS),
-    ("external", "teacher.models"), ("external", "teacher.gpus"), ("external", "teacher.gpus_by_node"),
-    ("external", "teacher.model.size"),
-}  # fmt: skip
-"""What ends the run before it begins."""
-USED = {
     *(("external", f"teacher.{name}") for name in ("server_ip", "server_port", "key_file", "chat_template", "max_top_k",
       "request_timeout_s", "max_attempts", "heartbeat_s", "model.path")),
     *((run, "reward.set_functions") for run in RUNS),  # filled in, whatever is written
@@ -57,9 +53,9 @@ USED = {
 """What has an effect without the group: a client of an external teacher reads it."""
 
 
-def _with(run: str, setting: str, value: Any) -> Config:
-    """Return a run with one more setting, and what that takes."""
-    tree = load(RUNS[run]).model_dump()
+def _with(run: str, setting: str, value: Any) -> Config | None:
+    """Return a run with one more setting, and what that takes; None for one that is refused."""
+    tree = deepcopy(TREES[run])
     section, *above, last = setting.split(".")
     part = tree[section]
     for name in above:
@@ -69,29 +65,25 @@ def _with(run: str, setting: str, value: Any) -> Config:
         part["n_gpus_per_node"] = value
     if last in ("gpus", "gpus_by_node"):
         part["n_gpus_per_node"] = part["nnodes"] = None
-    return load(tree)
+    try:
+        return load(tree)
+    except ConfigError:
+        return None
 
 
 @pytest.mark.parametrize(("run", "setting"), IDLE)
 def test_every_setting_of_a_group_that_a_run_does_not_start_is_named_or_refused_or_used(run: str, setting: str) -> None:
-    default, section = load(RUNS[run]).read_setting(setting)[0], setting.partition(".")[0]
-    taken = []
-    for value in OTHERS:
-        try:
-            config = _with(run, setting, value)
-        except ConfigError:
-            continue
-        if (now := config.read_setting(setting)[0]) not in (default, []):
-            taken.append((now, list(find_idle(config))))
-    assert bool(taken) is ((run, setting) not in REFUSED) or (run, setting) in USED
-    for now, lines in taken:
-        if (run, setting) in USED:
-            assert lines == []
-            continue
-        (line,) = lines
-        shown = str(now).lower() if isinstance(now, bool) else str(now)
-        assert f"{setting}={shown}" in line and " nothing: " in line
-        assert line.partition(" nothing: ")[0].count(f"{section}.") == 1 or setting.endswith("tensor_parallel_size")
+    default, section = reduce(getitem, setting.split("."), TREES[run]), setting.partition(".")[0]
+    taken = filter(None, (_with(run, setting, value) for value in OTHERS))
+    config = next((one for one in taken if one.read_setting(setting)[0] not in (default, [])), None)
+    assert (config is None) is ((run, setting) in REFUSED) or (run, setting) in USED
+    if config is None or (run, setting) in USED:
+        assert config is None or list(find_idle(config)) == []
+        return
+    (line,), now = find_idle(config), config.read_setting(setting)[0]
+    shown = str(now).lower() if isinstance(now, bool) else str(now)
+    assert f"{setting}={shown}" in line and " nothing: " in line
+    assert line.partition(" nothing: ")[0].count(f"{section}.") == 1 or setting.endswith("tensor_parallel_size")
 
 
 def test_settings_of_one_group_are_one_line_that_names_why() -> None:
