@@ -201,16 +201,18 @@ def _evaluate_all(connection: Connection, settings: dict[str, object]) -> None:
         return
     connection.send_bytes(b'""')
     answer = partial(_send_answers, connection, os.getpid())
+    request: _RewardRequest | None = None
     with asyncio.Runner() as runner:  # one loop, so that a function may keep a connection
         while True:
             try:
-                number, name, group, _ = request = connection.recv()
+                number, name, group, _ = request = request or connection.recv()
             except (EOFError, OSError):
                 return
             if reward.is_async(name):
-                runner.run(_evaluate_as_they_come(functions, of_groups, connection, request, answer))
+                request = runner.run(_evaluate_as_they_come(functions, of_groups, reward, connection, request, answer))
             else:  # outside of the loop, as the function may run one of its own
                 answer(number, _evaluate(functions[name], group, name in of_groups, runner.run))
+                request = None
 
 
 def _send_answers(connection: Connection, process: int, number: int, answers: list[Timed | str]) -> None:
@@ -245,16 +247,19 @@ def _evaluate(
 async def _evaluate_as_they_come(
     functions: Mapping[str, RewardCallable],
     of_groups: Collection[str],
+    reward: Reward,
     connection: Connection,
     first: _RewardRequest,
     answer: Callable[[int, list[Timed | str]], None],
-) -> None:
+) -> _RewardRequest | None:
     """Evaluate async functions for what comes, each with a time limit, until none is under way.
 
-    Each is answered as soon as it is known: one that takes long keeps no other one from its place.
+    Each is answered as soon as it is known: one that takes long keeps no other one from its place. Returns a request
+    for another function where one has come meanwhile, as it may once the last one is answered.
     """
     loop, process = asyncio.get_running_loop(), os.getpid()
     tasks: set[asyncio.Task[None]] = set()
+    others: list[_RewardRequest] = []
 
     async def evaluate(number: int, name: str, group: CompletionGroup, timeout_s: float) -> None:
         answer(number, await _evaluate_async(functions[name], group, timeout_s, name in of_groups))
@@ -262,11 +267,17 @@ async def _evaluate_as_they_come(
     def read() -> None:
         _require_process(process)
         try:
-            tasks.add(loop.create_task(evaluate(*connection.recv())))
+            request = connection.recv()
         except (EOFError, OSError):
             loop.remove_reader(connection.fileno())
             for task in tasks:
                 task.cancel()
+            return
+        if reward.is_async(request[1]):
+            tasks.add(loop.create_task(evaluate(*request)))
+        else:
+            loop.remove_reader(connection.fileno())
+            others.append(request)
 
     loop.add_reader(connection.fileno(), read)
     try:
@@ -278,6 +289,7 @@ async def _evaluate_as_they_come(
                 task.result()
     finally:
         loop.remove_reader(connection.fileno())
+    return others[0] if others else None
 
 
 async def _evaluate_async(

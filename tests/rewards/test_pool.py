@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from gkd.config import Reward
 from gkd.rewards.completion import Completion
 from gkd.rewards.pool import RewardPool
-from gkd.rewards.process import Timed
+from gkd.rewards.process import Timed, _evaluate_as_they_come
 from tests.rewards.test_rewards import MODULE, make_completion
 
 ASYNC, OTHER_ASYNC, SYNC = f"{MODULE}:noted", f"{MODULE}:longer", f"{MODULE}:words"
@@ -110,3 +112,25 @@ def test_what_many_wait_for_holds_up_no_other_function(other: str, workers: int)
     begun = [Process.given.index(name) for name in (ASYNC, other)]
     assert max(begun) < 30
     assert max(map(len, Process.most)) == 3
+
+
+def test_what_comes_once_the_last_async_reward_is_answered_may_be_of_another_function() -> None:
+    """It is there before the loop knows that nothing is under way, and is not awaited."""
+
+    async def later(completion: Completion) -> float:
+        return 0.5
+
+    ours, theirs = Pipe()
+    answered, group = dict[int, Any](), [make_completion("a")]
+
+    def answer(number: int, answers: list[Timed | str]) -> None:
+        answered[number] = answers[0][0]
+        if number == 0:
+            ours.send((1, SYNC, group, 1.0))
+
+    functions, settings = {ASYNC: later, SYNC: lambda completion: 1.0}, Reward(functions=[ASYNC, SYNC])
+    with ours, theirs:
+        request = (0, ASYNC, group, 1.0)
+        left = asyncio.run(_evaluate_as_they_come(functions, (), settings, theirs, request, answer))
+    assert answered == {0: 0.5}
+    assert left is not None and left[:2] == (1, SYNC)
