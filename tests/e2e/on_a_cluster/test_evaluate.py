@@ -49,7 +49,8 @@ def made(cache: Path) -> TaskInputs:
 
 def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, made: TaskInputs, variables: dict[str, str]) -> None:
     command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", f"models.teacher={made.teacher}"]
-    command += [*ENGINE, f"evaluate.output_dir={tmp_path}/out", "evaluate.strategies=[plain,adaptive,fixed_k]"]
+    command += [*ENGINE, "rollout.gpus=0-1", f"evaluate.output_dir={tmp_path}/out"]
+    command += ["evaluate.strategies=[plain,adaptive,fixed_k]"]
     for name, limit in SETS.items():
         values = f"{{files: {made.val_files}, answer_key: answer, limit: {limit}, samples: 3, temperature: 1.0}}"
         command.append(f"evaluate.sets.{name}={values}".replace("'", ""))
@@ -114,7 +115,7 @@ def test_an_evaluation_that_filled_the_disk_goes_on_and_groups_are_rewarded(
 ) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", *ENGINE]
-    command += [f"evaluate.output_dir={small_disk}", f"evaluate.sets.own.files=[{made.val_files[0]}]"]
+    command += ["evaluate.mode=single", f"evaluate.output_dir={small_disk}", f"evaluate.sets.own.files=[{made.val_files[0]}]"]
     own = {"answer_key": "answer", "limit": 24, "samples": 4, "temperature": 1.0}
     command += [f"evaluate.sets.own.{name}={value}" for name, value in own.items()]
     command += ["evaluate.sets.own.rewards=[mine.py:shorter,mine.py:size]", "reward.size.factor=0.5"]
