@@ -152,6 +152,9 @@ def measurements(
             stand_in = Bytes(settings.chat_template_kwargs)
             questions = load_questions(set_name, settings, stand_in, LONGEST, QUICK if quick else None)
             measurements += _plan_strategies(config, EndpointModel(name, endpoint), questions)
+    left_out = [f"{m.questions.name}: {line}" for m in measurements for line in m.questions.describe_unanswered()]
+    for line in dict.fromkeys(left_out):  # most are of every model
+        report(line)
     _require_files_of_their_own(measurements)
     return measurements
 

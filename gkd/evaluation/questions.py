@@ -44,7 +44,8 @@ class Question:
 class Questions:
     """Questions of the set ``name`` that fit, and how many were left out because they were too long.
 
-    ``section``: where its settings are, such as ``evaluate.sets.NAME``.
+    ``section``: where its settings are, such as ``evaluate.sets.NAME``. ``unanswered``: by file, how many were left out
+    because they have no answer, and of how many.
     """
 
     name: str
@@ -52,6 +53,14 @@ class Questions:
     questions: Sequence[Question]
     n_too_long: int
     section: str = ""
+    unanswered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def describe_unanswered(self) -> list[str]:
+        """Return in a line for each file how many of its questions are left out because they have no answer."""
+        return [
+            f"{n} of {n_all} questions of {file} are left out: no answer ({_describe_key(self.settings)})"
+            for file, (n, n_all) in self.unanswered.items()
+        ]
 
 
 def sampling_of(rollout: Rollout, settings: EvalSet) -> Sampling:
@@ -72,8 +81,9 @@ def load_questions(
 ) -> Questions:
     """Read a set as the model with ``tokenizer`` is asked it, at most ``limit`` questions of ``longest`` tokens each.
 
-    Of some difficulties alone, a question has the key that it has among all; those too long are of all of them.
-    Raises ConfigError for what is wrong with a file or a row, and for a question whose answer is missing.
+    Of some difficulties alone, a question has the key that it has among all; those too long are of all of them. Where
+    some have an answer, those without are left out, as in a run's validation on ``data.val_files``.
+    Raises ConfigError for what is wrong with a file or a row, and where nothing is left to measure.
     """
     most = min([n for n in (settings.limit, limit) if n is not None], default=None)
     data = _data(f"{section}.{name}", settings, longest)
@@ -94,7 +104,7 @@ def load_questions(
         )
     own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
     keys = number_repeated(loaded.prompts)
-    questions, known = [], set[str]()
+    questions, known, lacking, n_of = [], set[str](), Counter[str](), Counter[str]()
     for key, (prompt, row) in zip(keys, own, strict=True):
         difficulty = None
         if settings.difficulty is not None:
@@ -102,8 +112,10 @@ def load_questions(
             known.add(difficulty)
             if settings.difficulties is not None and difficulty not in settings.difficulties:
                 continue
+        n_of[file := settings.files[prompt.file]] += 1
         if answered and prompt.answer is None:
-            raise ConfigError(f"{row.place}: {section}.{name}.answer_key={settings.answer_key}: the answer is missing")
+            lacking[file] += 1
+            continue
         questions.append(Question(key, prompt, row.values, difficulty, settings.chat_template_kwargs))
     for difficulty in settings.difficulties or ():
         if difficulty not in known:
@@ -112,7 +124,11 @@ def load_questions(
                 f"{section}.{name}.difficulties: no question has {difficulty}{suggest(difficulty, there)}; there are "
                 f"{', '.join(there[:MOST_NAMED])}"
             )
-    return Questions(name, settings, questions[:most], loaded.n_too_long, f"{section}.{name}")
+    if not questions:
+        key = _describe_key(settings)
+        raise ConfigError(f"{section}.{name}.difficulties: no question of these has an answer ({key})")
+    unanswered = {file: (n, n_of[file]) for file, n in lacking.items()}
+    return Questions(name, settings, questions[:most], loaded.n_too_long, f"{section}.{name}", unanswered)
 
 
 def _describe_key(settings: EvalSet) -> str:

@@ -228,6 +228,7 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
             "path": measurement.model.path,
             "fingerprint": measurement.model.fingerprint,
             "n_too_long": questions.n_too_long,
+            "n_unanswered": sum(n for n, _ in questions.unanswered.values()),
         },
         versions=_versions(),
         seconds=seconds,

@@ -73,6 +73,22 @@ def test_questions_of_some_difficulties_keep_their_keys_and_limits_count_these(t
     assert [q.prompt.id for q in load(tmp_path, ROWS, difficulty="level", difficulties="2", limit=1).questions] == [1]
 
 
+def test_questions_without_an_answer_are_left_out_and_counted_by_file(tmp_path: Path) -> None:
+    """As of a run's data.val_files, of which the run itself compares those alone that have one."""
+    whole, partly = tmp_path / "whole.jsonl", tmp_path / "partly.jsonl"
+    whole.write_text('{"prompt": "a", "answer": "b"}\n')
+    partly.write_text("".join(f'{{"prompt": "a", "answer": {answer}}}\n' for answer in ("null", '"c"', '" "')))
+    own = {"files": [str(whole), str(partly)], "answer_key": "answer"}
+    questions = load_questions("own", EvalSet(**own), word_tokenizer(), 5)
+    assert [q.prompt.id for q in questions.questions] == [0, 2]
+    assert questions.unanswered == {str(partly): (2, 3)}
+    endpoints = {name: {"url": "http://127.0.0.1/v1", "model": "a"} for name in ("one", "other")}
+    config, lines = load_config({"evaluate": {"sets": {"own": own}, "endpoints": endpoints}}), list[str]()
+    measurements(config, False, lines.append)
+    (line,) = lines  # and not one a model
+    assert line.startswith("own: 2 of 3") and str(partly) in line
+
+
 def test_difficulties_are_values_in_a_column() -> None:
     for wrong in ({"difficulties": ["easy"]}, {"difficulty": "level", "difficulties": []}):
         with pytest.raises(ValidationError, match=r"difficult"):
@@ -88,9 +104,9 @@ def test_a_set_ends_answers_as_the_run_does_unless_it_says_how() -> None:
     ("rows", "settings", "message"),
     [
         (
-            [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": " "}],
-            {},
-            r"x.jsonl line 2: evaluate.sets.letters.answer_key=answer: ",
+            [{"prompt": "a", "answer": "b", "level": "easy"}, {"prompt": "a", "answer": " ", "level": "hard"}],
+            {"difficulty": "level", "difficulties": ["hard"]},
+            r"sets\.letters\.difficulties: .*\(answer_key=answer\)",
         ),
         (
             [{"prompt": "a", "answer": " "}],

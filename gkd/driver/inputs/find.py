@@ -184,6 +184,8 @@ def read_val_sets(
         reward_settings(config, questions)
         if questions.n_too_long:
             report(f"{section}: {questions.n_too_long} questions are too long and left out")
+        for line in questions.describe_unanswered():
+            report(f"{section}: {line}")
         prompts = [q.prompt for q in questions.questions]
         warn_of_raw_text(f"model.path={config.model.path}", tokenizer, settings, section, {"files": prompts})
         _require_rows({f"{section}.files": prompts}, tokenizer, n_tokens)

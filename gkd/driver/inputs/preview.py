@@ -216,6 +216,8 @@ def _show_set(
     if n := questions.n_too_long:
         room = f"answers have {max_length - longest:,} of {max_length:,} tokens"
         out.print(f"{n:,} {'is' if n == 1 else 'are'} left out: longer than {longest:,} tokens ({room})")
+    for line in questions.describe_unanswered():
+        out.print(line)
     out.print()
 
 
