@@ -63,11 +63,13 @@ def make(
 
     Raises ConfigError for what cannot be planned.
     """
+    from gkd.config.idle import find_idle
     from gkd.planning.advice.report import plan
     from gkd.planning.layout import Layout, models_of, nodes_of, require_lengths
     from gkd.planning.measured.factors import factors_of
 
-    config = _place_here(compose_plan(overrides), best is not None)
+    requested = compose_plan(overrides)
+    config = _place_here(requested, best is not None)
     models = models_of(config)
     require_lengths(config, models)
     layout = Layout(config, models, _hardware(config, best is not None), nodes_of(config))
@@ -78,7 +80,7 @@ def make(
         except ConfigError as error:
             raise ConfigError(f"--from {error}") from None
         layout = replace(layout, config=factors.lengths(config))
-    return plan(layout, factors, best, by_memory)
+    return replace(plan(layout, factors, best, by_memory), idle=tuple(find_idle(requested)))
 
 
 def compose_plan(overrides: Sequence[str]) -> Config:

@@ -15,6 +15,7 @@ from gkd.cli.plan import compose_plan, main
 from gkd.config import settings
 from gkd.config.compose import compose
 from gkd.config.device import GIB
+from gkd.config.idle import find_idle
 from gkd.config.loading import dump_yaml
 from gkd.driver.inputs.find import find_inputs
 from gkd.errors import ConfigError
@@ -108,6 +109,15 @@ def test_a_model_of_an_unknown_type_is_noted_whatever_it_is_for(tmp_path: Path) 
     own = ["+recipe=grpo", "model.size=0.5b", "algorithm.kl.coef=0.1", "reward.functions=[reward_model]"]
     notes = " ".join(planned(tmp_path, *own, *models)["notes"])
     assert contains_in_order(notes, "model_type odder", "model_type strange")
+
+
+def test_what_changes_nothing_is_noted_as_a_run_warns_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, idle = ["+recipe=grpo", "model.size=0.5b", "placement=8gpu"], "teacher.max_num_seqs=4"
+    lines = list(find_idle(compose_plan([*own, idle])))
+    assert any(idle in line for line in lines) and any("8gpu" in line for line in lines)
+    assert planned(tmp_path, *own, idle)["notes"][: len(lines)] == lines
+    printed = capsys.readouterr().out
+    assert all(f"note: {line}\n" in printed for line in lines)
 
 
 def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class PlanReport:
 
     ``all_groups``: overrides after which every group fits, None where all do already or there are none. ``factors``: an
     earlier run's, None without one. ``by_memory``: GB of a GPU, the actor's advice there, whether it fits as it is.
+    ``idle``: what was requested and changes nothing (:func:`gkd.config.idle.find_idle`).
     """
 
     layout: Layout
@@ -55,12 +56,13 @@ class PlanReport:
     factors: Factors | None
     splits: list[Split]
     by_memory: list[tuple[float, Advice | None, bool]]
+    idle: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """List what was assumed."""
+        """List what changes nothing, and what was assumed."""
         models, config = self.layout.models, self.layout.config
         shapes = (models.student, models.teacher, models.reward_model, models.reference)
-        notes = list(dict.fromkeys(shape.note for shape in shapes if shape is not None and shape.note))
+        notes = [*self.idle, *dict.fromkeys(shape.note for shape in shapes if shape is not None and shape.note)]
         if self.factors is None:
             notes.append("times are estimates from operations, bytes and links; --from RUN_DIR takes measured ones")
         else:
