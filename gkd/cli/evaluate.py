@@ -56,8 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     out = console()
     log_to(out)
     config, further = configure(options.overrides)
-    for doubt in find_idle_sections({"evaluate": config.evaluate}):
+    for doubt in find_idle_sections("evaluate", config.evaluate):
         log.warning(doubt)
+    if not further:  # of a run these are its own, and not the user's
+        for doubt in find_idle_sections("reward", config.reward, "evaluate.sets.NAME.rewards"):
+            log.warning(doubt)
     results = evaluate(config, out, options.quick, further)
     out.print()
     show(sorted(results, key=lambda result: list(config.evaluate.sets).index(result.set)), out)

@@ -31,7 +31,8 @@ def find_idle(config: Config) -> Iterator[str]:
         if named:
             yield f"{', '.join(named)} change{'s' * (len(named) == 1)} nothing: {why}"
     yield from _find_idle_settings(config)
-    yield from find_idle_sections({"reward": config.reward, "trainer": config.trainer})
+    yield from find_idle_sections("reward", config.reward)
+    yield from find_idle_sections("trainer", config.trainer)
 
 
 def _read_placement(config: Config) -> dict[str, Any]:
@@ -133,8 +134,10 @@ def _find_idle_settings(config: Config) -> Iterator[str]:
             yield f"{setting}={str(value).lower()} changes nothing without {section}.{needed}"
 
 
-def find_idle_sections(by_name: Mapping[str, OpenSections]) -> Iterator[str]:
-    """Yield a warning for each section of a class that is not named, such as ``reward.judge``."""
-    for section, settings in by_name.items():
-        for name in settings.find_idle_sections():
-            yield f"{section}.{name}.* change nothing: {section}.{settings.selects} does not name {name}"
+def find_idle_sections(section: str, settings: OpenSections, selects: str = "") -> Iterator[str]:
+    """Yield a warning for each section of a class that is not named, such as ``reward.judge``.
+
+    ``selects``: the setting that would name it, where that is another one than the section's own.
+    """
+    for name in settings.find_idle_sections():
+        yield f"{section}.{name}.* change nothing: {selects or f'{section}.{settings.selects}'} does not name {name}"

@@ -37,12 +37,23 @@ def test_an_engine_over_several_gpus_needs_no_other_setting(tmp_path: Path) -> N
 SET = "evaluate.sets.sums={files:[none.jsonl],answer_key:answer}"
 
 
-def test_settings_of_a_strategy_that_is_not_named_are_warned_of(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("idle", "needed"),
+    [
+        ("evaluate.fixed_k.k=2", "evaluate.strategies=[fixed_k]"),
+        ("reward.length.target_length=3", "evaluate.sets.sums.rewards=[length]"),
+    ],
+)
+def test_settings_of_a_strategy_or_a_reward_that_is_not_named_are_warned_of(
+    idle: str, needed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    main(["models.base=/none", SET, "rollout.engine=hf", "evaluate.fixed_k.k=2"])
-    assert "evaluate.fixed_k.* change nothing: evaluate.strategies" in " ".join(capsys.readouterr().out.split())
+    main(["models.base=/none", SET, "rollout.engine=hf", idle])
+    line = " ".join(capsys.readouterr().out.split())
+    assert f"{idle.rpartition('.')[0]}.* change nothing: " in line
+    assert needed.partition("=")[0].replace("sums", "NAME") in line
+    main(["models.base=/none", SET, "rollout.engine=hf", idle, needed])
+    assert "nothing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
