@@ -20,6 +20,8 @@ from gkd.cluster.workers.reserve import read_nodes
 from gkd.config import Config, user_path
 from gkd.config.device import installed_device
 from gkd.config.evaluation import DEFAULT_STRATEGY
+from gkd.config.output_files import SOURCES
+from gkd.config.own_code import keep_sources
 from gkd.errors import ConfigError
 from gkd.evaluation.answering import AnswerJob, ReplySource, answer_all
 from gkd.evaluation.answers import AnswerLog, RecordedAnswer
@@ -45,16 +47,17 @@ def evaluate(
 
     ``quick``: the first questions of each set alone. ``further``: what became of the first model.
     Raises ConfigError, before Ray starts, for what cannot be evaluated, and RunFailed; what was answered until then is
-    kept.
+    kept. Processes that start meanwhile, such as those of rewards at the end, load the user's files as they are now.
     """
     output = _directory(config.evaluate.output_dir)
     to_measure = measurements(config, quick, out.print, further)
     log, results = AnswerLog(output / "answers.jsonl"), list[Results]()
     try:
-        answered = _generate_missing(config, to_measure, log, out)
-        for measurement in answered:  # written one by one: the rewards of the next set may fail
-            results.append(_results(config, measurement, log))
-            results[-1].write(output / "results")
+        with keep_sources(output / SOURCES):
+            answered = _generate_missing(config, to_measure, log, out)
+            for measurement in answered:  # written one by one: the rewards of the next set may fail
+                results.append(_results(config, measurement, log))
+                results[-1].write(output / "results")
     finally:
         log.close()
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -113,6 +114,25 @@ def test_an_endpoint_is_asked_what_is_missing(
     assert (third.samples, len(Adder.requests)) == (2, 15)  # the second answers alone
     (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)
     assert (quick.n, len(Adder.requests)) == (5, 15)  # five questions, all of which are answered
+
+
+def test_an_evaluation_goes_on_with_the_code_that_it_began_with(
+    tmp_path: Path, server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    (tmp_path / "beside_evaluated.py").write_text("TEXT = 'before'\n")
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\nfrom gkd.evaluation.strategies import Answer\n"
+        "async def edits(generate, row):\n"
+        "    Path(__file__).with_name('beside_evaluated.py').write_text('TEXT = 1')\n"
+        "    from beside_evaluated import TEXT\n"
+        "    return Answer(TEXT, 1)\n"
+    )
+    own = [*arguments(tmp_path, server, n=1), f"evaluate.strategies=[{tmp_path}/mine.py:edits]"]
+    evaluate(compose_evaluation(own), Console(file=StringIO()))
+    assert json.loads((tmp_path / "out" / "answers.jsonl").read_text())["text"] == "before"
+    assert {file.name for file in (tmp_path / "out" / "sources").rglob("*.py")} >= {"mine.py", "beside_evaluated.py"}
 
 
 def test_tokens_that_an_endpoint_does_not_count_are_not_known(
