@@ -20,6 +20,8 @@ _FOLDERS: list[Path] = []
 """Those of users' files, in the order in which Python looks there for what these import."""
 _SOURCES: dict[Path, dict[Path, bytes]] = {}
 """Of users' files and of what they import from beside them, as they were when they were loaded into this process."""
+_MODULES: dict[Path, bytes] = {}
+"""The files of modules that are named as ``package.module``, as they were when one was first needed here."""
 
 
 def load_module(file: Path) -> ModuleType:
@@ -50,6 +52,16 @@ def load_module(file: Path) -> ModuleType:
     finally:
         sys.dont_write_bytecode = keeps_none
     return module
+
+
+def record_source(module: ModuleType) -> None:
+    """Have the file of a module that is named as ``package.module`` be kept with the others.
+
+    It is imported from where it is all the same, as what it imports from its package is not kept.
+    """
+    file = Path(getattr(module, "__file__", None) or "")
+    if file.suffix == ".py" and file not in _MODULES and file.is_file():
+        _MODULES[file] = file.read_bytes()
 
 
 def is_there(file: Path) -> bool:
@@ -85,7 +97,7 @@ def forget_edited_modules() -> list[Path]:
 def keep_sources(directory: Path) -> Iterator[None]:
     """Write the files that were loaded here into :func:`find_kept`; meanwhile processes that begin load those.
 
-    So a run goes on with the code it began with, whatever is edited meanwhile.
+    So a run goes on with the code it began with, whatever is edited meanwhile, but for modules of packages.
     """
     kept, before = find_kept(directory), os.environ.get(KEPT)
     for path, content in _all_sources().items():
@@ -111,7 +123,9 @@ def find_kept(directory: Path) -> Path:
 
 
 def _all_sources() -> dict[Path, bytes]:
-    return {path: content for file in sorted(_SOURCES) for path, content in _SOURCES[file].items()}
+    return dict(sorted(_MODULES.items())) | {
+        path: content for file in sorted(_SOURCES) for path, content in _SOURCES[file].items()
+    }
 
 
 def read_kept_variables() -> dict[str, str]:

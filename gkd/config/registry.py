@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from gkd.config.base import user_path
 from gkd.config.hints import suggest
-from gkd.config.own_code import forget_edited_modules, is_there, load_module
+from gkd.config.own_code import forget_edited_modules, is_there, load_module, record_source
 from gkd.errors import ConfigError, describe_raised
 
 _LOADED: dict[tuple[str, str | None, str], Any] = {}
@@ -170,6 +170,8 @@ def _load_own(setting: str, name: str) -> Any:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what a program prints
             imported = importlib.import_module(module) if file is None else load_module(file)
+        if file is None:
+            record_source(imported)
         own = getattr(imported, attribute, None)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
         raise ConfigError(f"{setting}: {name} cannot be imported: {describe_raised(error)}") from None

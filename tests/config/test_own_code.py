@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -15,6 +16,7 @@ import pytest
 from gkd.cluster.workers.environment import environment
 from gkd.config import own_code
 from gkd.config.own_code import KEPT, find_kept, keep_sources, load_module
+from gkd.config.registry import Registry
 
 NAMES = ("mine", "beside_kept", "package_kept", "lazily_kept", "folder_kept", "outer_kept")
 
@@ -29,6 +31,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         monkeypatch.setattr(own_code, "_SOURCES", {})
+        monkeypatch.setattr(own_code, "_MODULES", {})
         monkeypatch.setattr(own_code, "_FOLDERS", [])
         monkeypatch.setattr(sys, "path", [*sys.path])
         for name in [name for name in sys.modules if name.partition(".")[0] in NAMES or name.startswith("gkd_own_")]:
@@ -161,3 +164,23 @@ def test_a_folder_of_an_installed_package_s_name_is_not_kept(begin: Callable[[],
     assert load_module(tmp_path / "mine.py").zero() == 0
     with keep_sources(tmp_path / "sources"):
         assert [file.name for file in (tmp_path / "sources").rglob("*.py")] == ["mine.py"]
+
+
+def test_of_a_package_the_module_that_is_named_is_kept_as_it_was_imported(
+    begin: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry, name = Registry("section.setting", {}), "package_kept.within:WITHIN"
+    monkeypatch.setattr("gkd.config.registry._LOADED", {})
+    assert registry.load(name) == 1
+    write(tmp_path, 2)
+    with keep_sources(tmp_path / "sources"):
+        (kept,) = (tmp_path / "sources").rglob("*.py")
+        assert kept.name == "within.py" and "WITHIN = 1" in kept.read_text()
+        begin()
+        monkeypatch.setattr("gkd.config.registry._LOADED", {})
+        importlib.invalidate_caches()
+        assert registry.load(name) == 2  # with what it imports from its package
+        with keep_sources(tmp_path / "sources"):  # of a run that begins again
+            assert len(list((tmp_path / "sources").rglob("within.py"))) == 2
