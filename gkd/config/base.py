@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
 
 
 def user_path(text: str) -> Path:
@@ -103,12 +102,15 @@ class Settings(BaseModel):
     def _convert_values(cls, values: Any) -> Any:
         """Convert a text where a list of texts is expected to a list of one, 1e3 where a whole number is to one, a text
         that is a number (``${oc.env:NAME}``) to it, and what YAML has of tuples, sets, paths and members of an
-        enumeration to these.
+        enumeration to these; alike within lists and mappings.
         """
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields
-        return {name: _convert(value, fields[name]) if name in fields else value for name, value in values.items()}
+        return {
+            name: _convert(value, _kinds(fields[name].annotation)) if name in fields else value
+            for name, value in values.items()
+        }
 
     def read_setting(self, name: str) -> tuple[Any, Any]:
         """Return the value of a setting, by its dotted name, and its default."""
@@ -126,24 +128,33 @@ class Settings(BaseModel):
         return section
 
 
-def _convert(value: Any, field: FieldInfo) -> Any:
-    kinds = _kinds(field.annotation)
-    if not isinstance(value, str | float | list) or type(value) in [get_origin(kind) or kind for kind in kinds]:
+def _convert(value: Any, kinds: Collection[Any]) -> Any:
+    if isinstance(value, list | dict):
+        return _convert_parts(value, kinds)
+    if not isinstance(value, str | float) or type(value) in kinds:
         return value
     if isinstance(value, float):
         return int(value) if value.is_integer() and int in kinds else value
     for kind in kinds:
-        made = get_origin(kind) or kind
-        if isinstance(value, list):
-            if made in (tuple, set, frozenset):
-                return made(value)
-        elif made is Path or (
-            isinstance(made, type) and issubclass(made, Enum) and value in [one.value for one in made]
-        ):
-            return made(value)
-    if isinstance(value, str) and str not in kinds and (number := _read_number(value, kinds)) is not None:
+        if kind is Path or (isinstance(kind, type) and issubclass(kind, Enum) and value in [one.value for one in kind]):
+            return kind(value)
+    if str not in kinds and (number := _read_number(value, kinds)) is not None:
         return number
-    return [value] if isinstance(value, str) and list[str] in kinds else value
+    return [value] if list[str] in kinds else value
+
+
+def _convert_parts(value: list[Any] | dict[str, Any], kinds: Collection[Any]) -> Any:
+    """Return a list or a mapping with its parts converted, a list as a tuple or a set where that is expected."""
+    for made in (dict,) if isinstance(value, dict) else (list, tuple, set, frozenset):
+        arguments = [get_args(kind) for kind in kinds if (get_origin(kind) or kind) is made]
+        parts = [
+            kind for own in arguments for part in own[made is dict :] if part is not Ellipsis for kind in _kinds(part)
+        ]
+        if isinstance(value, dict) and arguments:
+            return {name: _convert(part, parts) for name, part in value.items()}
+        if arguments:
+            return made(_convert(part, parts) for part in value)
+    return value
 
 
 def _read_number(text: str, kinds: Collection[Any]) -> int | float | bool | None:

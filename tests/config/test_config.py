@@ -111,9 +111,15 @@ def test_a_variable_of_the_environment_may_be_a_number(monkeypatch: pytest.Monke
     values = config.trainer.total_steps, config.actor.lr, config.actor.compile, config.trainer.run_name
     assert repr(values) == "(7, 0.0001, True, '7')"
     assert (config.trainer.seed, config.trainer.resume) == (9007199254740993, True)
+    lists = ["actor.betas=[${oc.env:LR},0.9]", "rollout.stop=[${oc.env:STEPS}]", "algorithm.kl.coef=0.1"]
+    config = compose(["+recipe=grpo", *lists, "watch.reward_kl.accuracy=[0,${oc.env:HALF}]"])
+    values = config.actor.betas, config.watch.reward_kl["accuracy"], config.rollout.stop
+    assert repr(values) == "([0.0001, 0.9], [0.0, 1.5], ['7'])"
     for name in ("HALF", "NONE"):
         with pytest.raises(ConfigError, match="valid integer"):
             compose(["+recipe=grpo", f"trainer.total_steps=${{oc.env:{name}}}"])
+    with pytest.raises(ConfigError, match=r"actor\.betas\.1="):
+        compose(["+recipe=grpo", "actor.betas=[0.9,${oc.env:NONE}]"])
 
 
 @pytest.mark.parametrize("command", [command for command in entries() if not command.startswith((OWN, NODE))])
