@@ -11,7 +11,6 @@ where an earlier one ended, also with more samples or further models. Exit codes
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,6 @@ POOL = ("rollout.n_gpus_per_node", "rollout.nnodes", "rollout.colocate_with")
 OF_A_SET = {"reward.functions": "rewards", "reward.weights": "rewards", "rollout.n": "samples"} | {
     f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")
 }
-
-_NAMED_SETS = re.compile(r"sets|evaluate\.sets(\.[^.]+(\.files)?)?")
-"""Settings that name sets of questions; another one of a set is for that of the run."""
 
 
 @entry_point
@@ -94,6 +90,15 @@ def _names_a_run(override: str) -> bool:
     return "/" in override and (user_path(override) / "config.yaml").exists()
 
 
+def _names_sets(override: str) -> bool:
+    """Return whether a setting names sets of questions; another one of a set is for that of the run."""
+    from gkd.config.overrides import split_name
+
+    key, _, value = override.lstrip("+").partition("=")
+    parts = split_name(key, value.startswith("{"))
+    return key == "sets" or (parts[:2] == ["evaluate", "sets"] and parts[3:] in ([], ["files"]))
+
+
 def _compose_for_run(directory: str, overrides: Sequence[str]) -> tuple[Config, tuple[FurtherWeights, ...]]:
     from gkd.config import escape, user_path
     from gkd.config.compose import compose
@@ -105,7 +110,7 @@ def _compose_for_run(directory: str, overrides: Sequence[str]) -> tuple[Config, 
         raise ConfigError(f"{directory}: no run is there (its config.yaml); models.NAME=DIR measures a model by itself")
     config = compose([str(run / "config.yaml")])
     models = models_of_run(run, config)
-    with_sets = not any(_NAMED_SETS.fullmatch(override.lstrip("+").partition("=")[0]) for override in overrides)
+    with_sets = not any(map(_names_sets, overrides))
     own = overrides_of(escape(settings_of(config, models, run, with_sets)))
     return compose_evaluation([*own, *overrides]), models.further
 

@@ -157,8 +157,8 @@ def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
     tree = {name: value for name, value in values.items() if value is not None or name in own or not _is_section(name)}
     dotted = [name for name in tree if "." in name and (_is_section(name) or _may_be_own(name))]
     for name in sorted(dotted, key=len):  # sections before what is in them
-        *above, last = split_name(name)
         section, value = tree, tree.pop(name)
+        *above, last = split_name(name, isinstance(value, Mapping))
         for part in above:
             section[part] = _require_section(file, part, section.get(part))
             section = section[part]

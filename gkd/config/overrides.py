@@ -49,11 +49,12 @@ def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def keep_name(override: str) -> str:
     """Return an override with the name that a user chose in braces, where dots or dashes would keep it from being one.
 
-    ``models.Qwen2.5-7B=DIR`` is ``models={Qwen2.5-7B:DIR}``, and other overrides are as they were.
+    ``models.Qwen2.5-7B=DIR`` is ``models={Qwen2.5-7B:DIR}``, ``data.val_sets.v1.0={files:[x]}`` is
+    ``data.val_sets={v1.0:{files:[x]}}``, and other overrides are as they were.
     """
     key, equals, value = override.partition("=")
     begins = key[: len(key) - len(key.lstrip("+"))]
-    section, name, fields = _split_name(key.removeprefix(begins))
+    section, name, fields = _split_name(key.removeprefix(begins), value.startswith("{"))
     if not equals or re.fullmatch(r"([A-Za-z_][\w-]*)?", name):
         return override
     for field in reversed(fields):
@@ -61,13 +62,16 @@ def keep_name(override: str) -> str:
     return f"{begins}{section}={{{name}:{value}}}"
 
 
-def split_name(key: str) -> list[str]:
-    """Return the parts of a setting's name; a name that a user chose is one, whatever dots it has."""
-    section, name, fields = _split_name(key)
+def split_name(key: str, is_section: bool) -> list[str]:
+    """Return the parts of a setting's name; a name that a user chose is one, whatever dots it has.
+
+    ``is_section``: whether its value is a section, perhaps all of what the user chose a name for.
+    """
+    section, name, fields = _split_name(key, is_section)
     return [*section.split("."), name, *fields] if name else key.split(".")
 
 
-def _split_name(key: str) -> tuple[str, str, list[str]]:
+def _split_name(key: str, is_section: bool) -> tuple[str, str, list[str]]:
     """Return the section, the name chosen by a user and the setting below it, in parts; empty where there is none."""
     for section in VALUES:
         if key.startswith(f"{section}."):
@@ -77,7 +81,8 @@ def _split_name(key: str) -> tuple[str, str, list[str]]:
             below = f"{section}.NAME."
             known_fields = {known.removeprefix(below) for known in settings() if known.startswith(below)}
             parts = key.removeprefix(f"{section}.").split(".")
-            at = next((i for i, part in enumerate(parts) if i and part in known_fields), None)
+            whole = len(parts) if is_section else None
+            at = next((i for i, part in enumerate(parts) if i and part in known_fields), whole)
             return ("", "", []) if at is None else (section, ".".join(parts[:at]), parts[at:])
     return "", "", []
 

@@ -120,6 +120,8 @@ def test_a_run_of_a_sweep_is_named_though_its_directory_looks_like_a_setting(tmp
         ("evaluate.sets.val.limit=4", {"val": (4, 1)}),
         ("++evaluate.sets.val.samples=3 evaluate.sets.val.temperature=1", {"val": (9, 3)}),
         ("++evaluate.sets.own.files=[b.jsonl]", {"own": (None, 1)}),
+        ("evaluate.sets.v1.0.files=[b.jsonl]", {"v1.0": (None, 1)}),
+        ("evaluate.sets.v1.0={files:[b.jsonl],limit:2}", {"v1.0": (2, 1)}),
         ("+sets=gsm8k", {"gsm8k": (None, 1)}),
     ],
 )

@@ -390,6 +390,24 @@ def test_sections_and_users_own_settings_of_a_file_may_have_dots_in_their_names(
     assert compose([str(file)]) == compose(["models.Qwen2.5-7B=x", "evaluate.sets.a.files=[b]"])
 
 
+def test_a_set_whose_name_has_dots_may_be_given_as_a_whole(tmp_path: Path) -> None:
+    separate = compose(["models.m=x", "evaluate.sets.v1.0.files=[a]", "evaluate.sets.v1.0.limit=3"])
+    file = tmp_path / "mine.yaml"
+    for text in (
+        "evaluate.sets.v1.0: {files: [a]}\nevaluate.sets.v1.0.limit: 3\n",
+        "evaluate.sets: {v1.0: {files: [a], limit: 3}}\n",
+        "evaluate: {sets: {v1.0: {files: [a], limit: 3}}}\n",
+    ):
+        file.write_text(text)
+        assert compose(["models.m=x", str(file)]) == separate
+    assert compose(["models.m=x", "evaluate.sets.v1.0={files:[a],limit:3}"]) == separate
+    with pytest.raises(ConfigError, match=r"sets\.v1\.0\.fils"):
+        compose(["models.m=x", "evaluate.sets.v1.0={fils:[a]}"])
+    file.write_text("evaluate.sets.v1.0: [a]\n")
+    with pytest.raises(ConfigError, match=r"sets\.v1"):
+        compose(["models.m=x", str(file)])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
