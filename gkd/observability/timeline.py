@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gkd")
 
 WRITE_EVERY_S = 30.0
+MAX_EVENTS = 300_000
+"""Of the file, which is written whole, 150 bytes each. A scorer that waits between samples has thousands in a step."""
 DRIVER = "driver 0"
 """The driver's process among the workers', beside the lane ``driver``, which has the stages of the steps."""
 DRIVERS_WORK = ("request", "log", "log samples", "prepare")
@@ -72,6 +74,7 @@ class StepStages:
 class Timeline:
     """Collects the steps of a run, and writes the newest ``n_steps`` of them to ``path``.
 
+    Of steps that have more than :data:`MAX_EVENTS` together it has fewer, the newest, which a line states once.
     A run that goes on after ``step`` keeps what the file has of steps up to it. With ``n_steps`` 0 nothing is written.
     ``elsewhere``: who scores where no worker of the run does, such as an external teacher.
     """
@@ -86,6 +89,7 @@ class Timeline:
         self._ended = 0.0  # the last step
         self._begun: dict[str, list[ActivitySpan]] = {}  # of workers that were busy with the next step already
         self._clocks: dict[str, tuple[float, float]] = {}
+        self._is_full = False  # steps were dropped for the number of their events
         self._written = time.monotonic()
         if n_steps and step:
             self._read(step)
@@ -132,6 +136,7 @@ class Timeline:
         self._waits.append(waited)
         self._lengths.append(length)
         self._steps.append(events)
+        self._drop_oldest_steps()
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self.write()
         return row
@@ -140,6 +145,18 @@ class Timeline:
         """Add the validation of the weights after ``step``, from its request to its figures, to the newest step."""
         if self._steps:
             self._steps[-1].append(self._event("validation", "validate", start, end, step, version=step))
+
+    def _drop_oldest_steps(self) -> None:
+        """Drop steps beyond :data:`MAX_EVENTS`; never the newest."""
+        n_events, is_full = sum(map(len, self._steps)), False
+        while n_events > MAX_EVENTS and len(self._steps) > 1:
+            n_events, is_full = n_events - len(self._steps.popleft()), True
+        if is_full and not self._is_full:
+            self._is_full = True
+            log.info(
+                "%s has the newest %s steps, not trainer.n_timeline_steps=%s: it is bounded to %s events",
+                self._path.name, f"{len(self._steps):,}", self._n_steps, f"{MAX_EVENTS:,}",
+            )  # fmt: skip
 
     def _spans(self, report: WorkerReport) -> list[ActivitySpan]:
         """Return a worker's spans by the driver's clock.

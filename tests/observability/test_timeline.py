@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -175,6 +176,31 @@ def test_a_run_that_goes_on_keeps_the_steps_before_and_forgets_those_that_are_do
     assert {e["args"]["step"] for e in events} == {2, 3, 4}
     assert {e["name"] for e in events if e["args"]["step"] == 4 and e["cat"] == "busy"} >= {"again", "generate"}
     assert "update" not in {e["name"] for e in events if e["args"]["step"] == 4 and e["pid"] == 2}
+
+
+def test_steps_of_many_events_are_fewer_and_a_line_states_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many times a step a scorer that is busy for moments begins and waits."""
+    monkeypatch.setattr("gkd.observability.timeline.MAX_EVENTS", 100)
+    caplog.set_level(logging.INFO, "gkd")
+    file = tmp_path / "timeline.json"
+    timeline = Timeline(file, 500)
+
+    def steps_of_the_file() -> set[int]:
+        timeline.write()
+        return {e["args"]["step"] for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"}
+
+    moments = [("score", 101 + i / 10, 101 + i / 10 + 0.05) for i in range(40)]
+    timeline.add(1, STAGES, [reported("teacher", 0, *moments[:5])])
+    assert steps_of_the_file() == {1} and caplog.messages == []
+    timeline.add(2, STAGES, [reported("teacher", 0, *moments)])
+    timeline.add(3, STAGES, [reported("teacher", 0, *moments)])
+    assert steps_of_the_file() == {3}
+    timeline.add(4, STAGES, [reported("teacher", 0, *moments, *moments)])  # alone more than all may have
+    assert steps_of_the_file() == {4}
+    (line,) = caplog.messages
+    assert contains_in_order(line, "timeline.json", "trainer.n_timeline_steps=500", "100")
 
 
 def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
