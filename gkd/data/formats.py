@@ -144,8 +144,9 @@ def _decode_lines(file: IO[bytes], path: Path) -> Iterator[str]:
         try:
             yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            place = f"{path} line {number}"
-            raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
+            lines = raw[: error.start].split(b"\r")  # of a file without any \n, as spreadsheets write
+            place, byte = f"{path} line {number + len(lines) - 1}", len(lines[-1]) + 1
+            raise ConfigError(f"{place} is not valid UTF-8: {error.reason} at byte {byte}") from None
 
 
 def _parse(text: str, place: str) -> Any:

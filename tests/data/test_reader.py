@@ -275,6 +275,8 @@ def test_csv_keeps_text_and_counts_lines(tmp_path: Path) -> None:
         ("x.csv", "q,q\n1,2\n", ("x.csv", "header", "'q'", "twice")),
         ("x.csv", 'q\n"a" b\n', ("x.csv line 2", "CSV")),
         ("x.csv", b"q\n" + 9999 * b"1\n" + b"2\xff\n", ("x.csv line 10001", "UTF-8", "byte 2")),
+        ("x.csv", b"q,n\r1,2\r12\xff,3\r", ("x.csv line 3", "UTF-8", "byte 3")),
+        ("x.csv", b"q,n\r\n1,2\r\n\xff,3\r\n", ("x.csv line 3", "UTF-8", "byte 1")),
         ("x.csv", "q\n", ("x.csv", "empty")),
         ("x.json", "[1]", ("x.json row 1", "a number")),
         ("x.json", '[\n{"a": 1},\n]', ("x.json", "JSON", "line ")),
