@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import AF_INET6, SOCK_STREAM, getaddrinfo
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -74,6 +75,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def has_only_ipv6(host: str) -> bool:
+    """Return whether ``host`` is an IPv6 address, or a name that stands for no other. One that is unknown has others.
+
+    ZeroMQ looks a name up as one kind alone, and with its option for IPv6 would reach no server that has both kinds of
+    addresses and listens on IPv4. May take seconds where names are looked up on a network.
+    """
+    try:
+        return {its[0] for its in getaddrinfo(host, None, type=SOCK_STREAM)} == {AF_INET6}
+    except (OSError, UnicodeError):
+        return False
+
+
 def key_path(teacher: Teacher, hosts: Sequence[str]) -> Path:
     """Return the file of the key for servers at ``hosts`` that are started by themselves.
 
@@ -104,16 +117,15 @@ def host_of(address: str) -> str:
 
 def external_addresses(teacher: Teacher) -> list[str]:
     """Return addresses of the external teacher in ``teacher.server_ip``; hosts without a port have
-    ``teacher.server_port``.
+    ``teacher.server_port``. An IPv6 address with a port stands in brackets.
 
     Raises ConfigError for what is no host.
     """
     addresses = []
     for entry in (teacher.server_ip or "").split(","):
-        host, colon, port = entry.strip().partition(":")
-        if entry.count(":") != 1:  # a name, an IPv4 or a bare IPv6 address
-            host, colon, port = entry.strip(), "", ""
-        address = f"tcp://{host}:{port}" if colon else endpoint(host, teacher.server_port)
+        host, colon, _ = entry.strip().rpartition(":")
+        has_port = colon and (":" not in host or host.endswith("]"))
+        address = f"tcp://{entry.strip()}" if has_port else endpoint(entry.strip().strip("[]"), teacher.server_port)
         try:
             host_of(address)
         except ConfigError:

@@ -20,7 +20,7 @@ from gkd.data.rendering import Rendering
 from gkd.errors import ConfigError
 from gkd.inference.requests import ErrorCode, Limits, RequestRejected
 from gkd.scoring import wire
-from gkd.scoring.address import Key, endpoint, secure_server
+from gkd.scoring.address import Key, endpoint, has_only_ipv6, secure_server
 from gkd.scoring.clients import Clients, QueuedRequest
 from gkd.scoring.connections import MIB, ClientLimits, Connection, Connections
 from gkd.scoring.wakeup import Wakeup
@@ -279,7 +279,7 @@ def _router(context: Any, host: str, key: Key, largest_request: int, client_limi
     socket.maxmsgsize = largest_request
     socket.handshake_ivl = int(client_limits.greeting_s * 1000)
     socket.rcvbuf = MIB
-    socket.ipv6 = ":" in host
+    socket.ipv6 = has_only_ipv6(host)
     secure_server(socket, key)
     return socket
 

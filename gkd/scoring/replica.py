@@ -14,7 +14,7 @@ import zmq
 from gkd.config.groups import OVERBOOKED
 from gkd.inference.requests import Limits, Request
 from gkd.scoring import wire
-from gkd.scoring.address import Key, secure_client
+from gkd.scoring.address import Key, has_only_ipv6, host_of, secure_client
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
@@ -81,6 +81,7 @@ class Replica:
         self.out_since = self.progressed = time.monotonic()
         self.expected_until = 0.0  # time.monotonic; it is being started until then
         self._missed, self._heard, self._next_beat, self._steps = 0, True, 0.0, 0
+        self._has_only_ipv6 = has_only_ipv6(host_of(name))  # here: the thread of all replicas must not wait for it
         self.socket = self._open()
 
     @property
@@ -190,7 +191,7 @@ class Replica:
         socket.maxmsgsize = wire.largest_frame(self._largest_reply)
         self._joiner = wire.Joiner(self._largest_reply)
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
-        socket.ipv6 = "[" in self.address
+        socket.ipv6 = "[" in self.address or self._has_only_ipv6
         secure_client(socket, self._key)
         self._connected, self._opened = self.address, time.monotonic()
         socket.connect(self._connected)

@@ -110,6 +110,8 @@ def test_halves_of_different_pairs_are_no_key(tmp_path: Path) -> None:
 def test_hosts_of_an_external_teacher() -> None:
     teacher = Teacher(server_ip="10.0.0.1, node2:7000,::1", server_port=15000)
     assert external_addresses(teacher) == ["tcp://10.0.0.1:15000", "tcp://node2:7000", "tcp://[::1]:15000"]
-    for wrong in ("node:x", "a b", "node:", "http://node:8000", "tcp://node"):
+    teacher = Teacher(server_ip="[::1]:7000, [fd00::2]", server_port=15000)
+    assert external_addresses(teacher) == ["tcp://[::1]:7000", "tcp://[fd00::2]:15000"]
+    for wrong in ("[::1]:x", "node:x", "a b", "node:", "http://node:8000", "tcp://node"):
         with pytest.raises(ConfigError, match=rf"^teacher\.server_ip={re.escape(wrong)}: "):
             external_addresses(Teacher(server_ip=wrong))

@@ -14,7 +14,7 @@ from gkd.errors import ConfigError
 from gkd.scoring.replica import MISSED_BEATS, Replica
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Connect, Serve, a_score
-from tests.scoring.table import TableEngine, expected
+from tests.scoring.table import KEY, TableEngine, expected
 from tests.scoring.test_server import assert_same
 
 CHUNK = 1 << 16
@@ -84,6 +84,46 @@ def relay() -> Iterator[Callable[..., Relay]]:
     yield make
     for each in relays:
         each.close()
+
+
+def has_ipv6_loopback() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no address ::1")
+def test_ipv6_serves(serve: Serve, connect: Connect) -> None:
+    running = serve(host="::1")
+    assert running.server.address == f"tcp://[::1]:{running.port}"
+    client = connect(running.server.address)
+    assert_same(client.submit(a_score(1)).result(30), expected(a_score(1)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_looked_up"),
+    [
+        ([socket.AF_INET6, socket.AF_INET6], True),
+        ([socket.AF_INET6, socket.AF_INET], False),  # a server may listen on the latter alone
+        ([socket.AF_INET], False),
+        ([], False),
+    ],
+)
+def test_a_name_of_ipv6_addresses_alone_is_looked_up_as_such(
+    kinds: list[int], is_looked_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ by itself looks for IPv4 alone, where the client then waits for a server that it never finds."""
+
+    def look_up(host: str, *_: object, **__: object) -> list[tuple[int]]:
+        assert host == "teacher.example"
+        if not kinds:
+            raise socket.gaierror
+        return [(kind,) for kind in kinds]
+
+    monkeypatch.setattr("gkd.scoring.address.getaddrinfo", look_up)
+    replica = Replica("tcp://teacher.example:15555", KEY, 1.0, 1, 1 << 20, "teacher")
+    assert replica.socket.ipv6 == is_looked_up
+    replica.close()
 
 
 def test_an_answer_that_takes_longer_than_all_heartbeats_arrives(
