@@ -20,6 +20,7 @@ from gkd.inference.requests import (
 )
 from gkd.scoring import wire
 from gkd.scoring.address import Key, host_of
+from gkd.scoring.attempts import NO_ANSWER
 from gkd.scoring.dispatch import Dispatcher, RetryPolicy
 from gkd.scoring.replica import PendingRequest
 from gkd.scoring.wire import PROTOCOL, Welcome
@@ -77,27 +78,27 @@ class ScoringClient(Dispatcher):
     def connect(self, timeout_s: float | None = None) -> dict[str, Welcome]:
         """Wait until every replica that is there has answered a greeting; returns the welcome of each, by address.
 
-        A line states which it waits for, where they do not answer at once. Raises ConfigError when one does not fit the
-        student, ScorerUnavailable when one has not answered within ``timeout_s`` (None: request_timeout_s).
+        A line states which it waits for, where they do not answer at once, and what is known to keep them. Raises
+        ConfigError when one does not fit the student, ScorerUnavailable when one has not answered within ``timeout_s``
+        (None: request_timeout_s).
         """
         scorer = self._retry_policy.scorer
         timeout_s = self._retry_policy.request_timeout_s if timeout_s is None else timeout_s
-        end = time.monotonic() + timeout_s
-        welcomes: dict[str, Welcome] = {}
+        end, stated = time.monotonic() + timeout_s, ""
         awaited = {name: future for name, future in self.welcomes.items() if name not in self._absent}
-        if late := wait(awaited.values(), min(timeout_s, AT_ONCE_S), FIRST_EXCEPTION).not_done:
-            places = ", ".join(name for name, future in awaited.items() if future in late)
-            log.info("waiting for the %s at %s", scorer, places)
-        for address, future in awaited.items():
-            try:
-                welcomes[address] = future.result(max(0.0, end - time.monotonic()))
-            except TimeoutError:
-                silent = ", ".join(name for name, future in awaited.items() if not future.done())
-                raise ScorerUnavailable(
-                    f"no answer from the {scorer} at {silent} within {timeout_s:g} s: it is not running, "
-                    "cannot be reached, has another key, or is no gkd serve-teacher"
-                ) from None
-        return welcomes
+        while late := wait(
+            awaited.values(), min(max(0.0, end - time.monotonic()), AT_ONCE_S), FIRST_EXCEPTION
+        ).not_done:
+            if any(future.exception() for future in awaited.values() if future.done()):
+                break
+            silent = [replica for replica in self.replicas if self.welcomes[replica.name] in late]
+            faults = "; ".join(f"{replica.address} {replica.fault or NO_ANSWER}" for replica in silent)
+            if faults != stated:
+                log.info("waiting for the %s: %s", scorer, faults)
+                stated = faults
+            if time.monotonic() >= end:
+                raise ScorerUnavailable(f"no answer from the {scorer} within {timeout_s:g} s: {faults}")
+        return {address: future.result() for address, future in awaited.items()}
 
     @property
     def weights(self) -> str:

@@ -27,6 +27,7 @@ from gkd.inference.requests import (
 )
 from gkd.scoring import wire
 from gkd.scoring.address import Key
+from gkd.scoring.attempts import NO_ANSWER, NO_HANDSHAKE
 from gkd.scoring.replica import BUSY_S, PendingRequest, Replica
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Array
@@ -82,7 +83,7 @@ class Dispatcher:
         """How many requests were "retried", answers came "late" and were dropped, and replicas were "lost"."""
         self.on_change: Callable[[str, bool], None] = lambda text, is_back: None
         """Is given a line, on this client's thread, when a replica that was in is out (False), or in again (True)."""
-        self._lost: set[str] = set()  # names of those that are out
+        self._lost: dict[str, str] = {}  # by names of those that are out, why, as last stated
         self._inbox: deque[PendingRequest] = deque()
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[PendingRequest] = []  # a heap
@@ -161,8 +162,10 @@ class Dispatcher:
                 replica.progressed = now
         self._looked = now
         for replica in self.replicas:
-            if not replica.beat(now):
-                self._lose(replica, "stopped answering")
+            if reason := replica.beat(now):
+                self._lose(replica, reason)
+            elif replica.is_refused(now) and self._lost.get(replica.name, NO_HANDSHAKE) != NO_HANDSHAKE:
+                self._note_loss(replica, replica.fault)
             self._expire(replica, now)
         self._move_from_suspects()
         self._give_up(now)
@@ -193,8 +196,7 @@ class Dispatcher:
             case wire.Welcome():
                 self._check(replica.address, body)
                 replica.accept_welcome(body)
-                if replica.name in self._lost:
-                    self._lost.discard(replica.name)
+                if self._lost.pop(replica.name, None) is not None:
                     self.on_change(f"the {self._retry_policy.scorer} at {replica.address} answers again", True)
                 if not self.welcomes[replica.name].done():
                     self.welcomes[replica.name].set_result(body)
@@ -269,13 +271,13 @@ class Dispatcher:
         if replica.welcome is not None:
             self.counts["lost"] += 1
             self._note_loss(replica, reason)
-        replica.reset(time.monotonic())
+        replica.reset(time.monotonic(), reason)
         for pending in requests:
             self._try_again(pending, reason)
 
     def _note_loss(self, replica: Replica, reason: str) -> None:
-        self._lost.add(replica.name)
-        policy, others = self._retry_policy, sum(its.welcome is not None for its in self.replicas) - 1
+        self._lost[replica.name] = reason
+        policy, others = self._retry_policy, sum(its.welcome is not None for its in self.replicas if its is not replica)
         waiting = f"requests wait {policy.request_timeout_s:g} s for it ({policy.section}.request_timeout_s)"
         then = f"its requests go to {others} others" if others else waiting
         self.on_change(f"the {policy.scorer} at {replica.address} {reason}; {then}", False)
@@ -328,7 +330,7 @@ class Dispatcher:
         """Fail what waits when there is nobody to send it to, or when nobody gets on for too long."""
         limit = self._retry_policy.request_timeout_s
         if all(replica.welcome is None for replica in self.replicas):
-            out = ", ".join(f"{r.address} out for {now - r.out_since:.1f} s" for r in self.replicas)
+            out = ", ".join(f"{r.address} {r.fault or NO_ANSWER}, for {now - r.out_since:.1f} s" for r in self.replicas)
             # What is expected back has its own time, and after that as much as one that went out then.
             since = max(max(replica.out_since, replica.expected_until) for replica in self.replicas)
             stale = [c for c in self._waiting if now - max(since, c.submitted) > limit]

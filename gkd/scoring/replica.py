@@ -15,12 +15,14 @@ from gkd.config.groups import OVERBOOKED
 from gkd.inference.requests import Limits, Request
 from gkd.scoring import wire
 from gkd.scoring.address import Key, has_only_ipv6, host_of, secure_client
+from gkd.scoring.attempts import NO_ANSWER, NO_HANDSHAKE, ConnectionAttempts
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
 REOPEN_S = 10.0
 """Time after which a socket without a connection is replaced: ZeroMQ reports nothing when it gives an address up for
 good, as it does once something else has answered there."""
+REFUSED_S = 1.0
 BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
 SEND_HWM = 4_096
 
@@ -52,7 +54,7 @@ class Replica:
 
     ``scorer`` names the model. ``name`` is the first address. :attr:`address` is where it is now, and while it is
     :attr:`suspect` others are preferred; both may be set from any thread. :attr:`progressed` (``time.monotonic``) is
-    when it was last seen to get on.
+    when it was last seen to get on. :attr:`fault` is why it is out, as far as that is known.
 
     The socket takes messages only while it is connected, and a replica that goes out gets a new one, so that nothing
     waits in it for a server that is not there, to be sent when nobody wants the answer any more.
@@ -68,7 +70,7 @@ class Replica:
         scorer: str,
     ) -> None:
         self.name = self.address = name
-        self.suspect = False
+        self.suspect, self.fault = False, ""
         # A thread of its own: a name is looked up again at each reconnect, which holds up all that its thread serves.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._key, self._heartbeat_s = key, heartbeat_s
@@ -103,8 +105,14 @@ class Replica:
             return False
         return self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
 
+    def is_refused(self, now: float) -> bool:
+        """Return whether what is at its address ends handshakes: not just once, as a server that stops does."""
+        return self.fault == NO_HANDSHAKE and now - self.out_since > REFUSED_S
+
     def accept_welcome(self, welcome: wire.Welcome) -> None:
         """Count the server in, which has answered."""
+        self._attempts.close()
+        self.fault = ""
         self.welcome, self.expected_until = welcome, 0.0
         self.progressed = time.monotonic()  # what waited for it has its time from now on
 
@@ -113,31 +121,34 @@ class Replica:
         if steps != self._steps:
             self._steps, self.progressed = steps, time.monotonic()
 
-    def beat(self, now: float) -> bool:
-        """Greet or ping when it is time. False when the replica is to be put out."""
+    def beat(self, now: float) -> str:
+        """Greet or ping when it is time. Returns why the replica is to be put out, empty where it is not."""
         if self._connected != self.address:
-            return False
+            return "has moved"
         if self.welcome and not self.socket.poll(0, zmq.POLLOUT):
-            return False  # the connection is gone, as with the server's process
+            return "ended the connection"  # as the end of its process does
+        if self.welcome is None:
+            self.fault = self._attempts.find_fault() or self.fault
         if now < self._next_beat:
-            return True
+            return ""
         self._missed = 0 if self._heard else self._missed + 1
         if self._missed >= MISSED_BEATS:
-            return False
+            return NO_ANSWER
         sent = self.send(wire.encode(wire.Ping() if self.welcome else wire.Hello(wire.PROTOCOL)))
         if not sent and self.welcome is None and now - self._opened >= REOPEN_S:
-            return False
+            return self.fault or NO_ANSWER
         # While there is no connection nothing is missed; ZeroMQ keeps trying.
         self._heard = not sent
         self._next_beat = now + (self._heartbeat_s if sent else RETRY_S)
-        return True
+        return ""
 
-    def reset(self, now: float) -> None:
-        """Put the replica out and start over with a new socket."""
+    def reset(self, now: float, fault: str) -> None:
+        """Put the replica out for its ``fault``, and start over with a new socket."""
         if self.welcome is not None:
             self.out_since = now
+        self._attempts.close()
         self.socket.close(linger=0)
-        self.welcome, self._missed, self._heard, self._next_beat = None, 0, True, 0.0
+        self.welcome, self._missed, self._heard, self._next_beat, self.fault = None, 0, True, 0.0, fault
         self.outstanding.clear()
         self.abandoned.clear()
         self.busy_until = 0.0
@@ -193,6 +204,7 @@ class Replica:
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.ipv6 = "[" in self.address or self._has_only_ipv6
         secure_client(socket, self._key)
+        self._attempts = ConnectionAttempts(socket)
         self._connected, self._opened = self.address, time.monotonic()
         socket.connect(self._connected)
         return socket

@@ -22,6 +22,7 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import Limits, RateRequest, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
+from gkd.scoring.attempts import NO_CONNECTION
 from gkd.scoring.dispatch import Dispatcher, RetryPolicy
 from gkd.scoring.replica import PendingRequest, Replica
 from tests.e2e.on_a_cluster.conftest import free_port
@@ -300,10 +301,20 @@ def test_connecting_names_who_does_not_answer(
     assert caplog.messages == []
     client = connect(there, nobody)
     assert eventually(client.welcomes[there].done)
-    with pytest.raises(ScorerUnavailable, match=f"at {nobody} within 0.6 s"):
+    with pytest.raises(ScorerUnavailable) as caught:
         client.connect(0.6)
+    assert contains_in_order(str(caught.value), "0.6 s", nobody, NO_CONNECTION)
     (line,) = caplog.messages
     assert contains_in_order(line, "teacher", nobody) and there not in line
+
+
+def test_a_greeting_that_is_answered_with_what_cannot_be_read_is_named(connect: Connect, router: Any) -> None:
+    client = connect(router.last_endpoint.decode())
+    identity, *_ = router.recv_multipart()
+    router.send_multipart([identity, wire.encode(wire.Error(None, "bad_request", "no greeting"))])
+    assert eventually(lambda: client.replicas[0].fault)
+    with pytest.raises(ScorerUnavailable, match=r"no greeting"):
+        client.connect(0.1)
 
 
 def test_connecting_tells_who_is_there(serve: Serve, connect: Connect) -> None:
@@ -568,7 +579,7 @@ def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_
         assert replica.has_room
         replica.abandoned[4] = 0.0
         assert not replica.has_room
-        replica.reset(0.0)
+        replica.reset(0.0, "was restarted")
         assert replica.load == 0
     finally:
         replica.close()
