@@ -68,6 +68,6 @@ class TicketSchedule:
     def steps_ahead(self, step: int) -> dict[int, list[int]]:
         """Return the steps after ``step`` that have prompts, with these, for a checkpoint; forgets those up to it."""
         for by_step in (self._prompts, self._places):
-            for done in [known for known in by_step if known <= step]:
+            for done in [number for number in by_step if number <= step]:
                 del by_step[done]
         return dict(sorted(self._prompts.items()))

@@ -47,8 +47,8 @@ def out_of_memory_text(config: Config, longest: int | None, budget: int, reason:
     ``longest``: tokens of the longest sequence, None where it is the optimizer that does not fit; ``budget``: tokens of
     a micro-batch.
     """
-    now = config.with_settings({"actor.max_tokens_per_micro_batch": budget})
-    changes = actor_overrides(now, longest or budget)
+    adjusted = config.with_settings({"actor.max_tokens_per_micro_batch": budget})
+    changes = actor_overrides(adjusted, longest or budget)
     levels = [f"({level}) {LEVEL_NAMES[level]}: {settings}" for level, settings in changes.items()]
     at_most = "in the optimizer's step" if longest is None else f"even with one sequence of {longest} tokens"
     helps = "what would help, from the cheapest"

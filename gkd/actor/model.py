@@ -166,10 +166,10 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def named_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers; weights tied to another once."""
-    seen: set[int] = set()
+    yielded: set[int] = set()
     for name, value in lm.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
+        if id(value) not in yielded:
+            yielded.add(id(value))
             yield name, value
 
 

@@ -57,13 +57,13 @@ def require_fresh(config: Config, samples: Sequence[TrainingSample], version: in
     oldest, most = min(samples, key=lambda sample: sample.version), config.schedule.max_staleness
     if (age := version - oldest.version) > most:
         raise RunFailed(
-            f"{_place(oldest)}, is of weights version {oldest.version}, {age} updates behind "
+            f"{_describe(oldest)}, is of weights version {oldest.version}, {age} updates behind "
             f"(schedule.max_staleness={most})"
         )
     for sample in samples:
         if (newest := max(span.version for span in sample.versions)) > version:
             raise RunFailed(
-                f"{_place(sample)}, is of weights version {newest}, which are not there yet: these are {version}"
+                f"{_describe(sample)}, is of weights version {newest}, which are not there yet: these are {version}"
             )
 
 
@@ -72,11 +72,11 @@ def require_measured(samples: Sequence[TrainingSample], version: int) -> None:
     for sample in samples:
         if others := {span.version for span in sample.versions} - {version}:
             raise RunFailed(
-                f"{_place(sample)}, is of weights version {min(others)}, and the validation measures {version}"
+                f"{_describe(sample)}, is of weights version {min(others)}, and the validation measures {version}"
             )
 
 
-def _place(sample: TrainingSample) -> str:
+def _describe(sample: TrainingSample) -> str:
     return f"sample {sample.index} of prompt {sample.prompt_id}, from rollout rank {sample.worker}"
 
 

@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     log_to(out)
     for doubt in find_doubtful_line_ends(config):
         log.warning(doubt)
-    seen = preview(config, out.print)
+    sets = preview(config, out.print)
     with end_with_reader():
-        show(seen, config, out, options.rows)
-    if seen.error is not None:
-        raise seen.error
+        show(sets, config, out, options.rows)
+    if sets.error is not None:
+        raise sets.error
     return 0

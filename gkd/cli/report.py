@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find(directories: Sequence[Path], known: Mapping[Path, RunFiles]) -> dict[Path, RunFiles]:
-    """Return the runs that there are now by their directories, with what was read of ``known`` ones."""
+def _find(directories: Sequence[Path], runs: Mapping[Path, RunFiles]) -> dict[Path, RunFiles]:
+    """Return the runs that there are now by their directories, with what was read of those that are in ``runs``."""
     from gkd.observability.run_files import RunFiles, find_runs
 
-    return {path: known.get(path) or RunFiles(path) for each in directories for path in find_runs(each)}
+    return {path: runs.get(path) or RunFiles(path) for each in directories for path in find_runs(each)}

@@ -181,9 +181,9 @@ def _show(runs: Sequence[JobRun], codes: Sequence[int]) -> None:
     from gkd.observability.progress import console
 
     ends = {run.output: code for run, code in zip(runs, codes, strict=True)}
-    there = {run for run in ends if (run / SUMMARY).exists()}
-    if there:
-        show({run: code if code or run in there else -1 for run, code in ends.items()}, console())
+    visible = {run for run in ends if (run / SUMMARY).exists()}
+    if visible:
+        show({run: code if code or run in visible else -1 for run, code in ends.items()}, console())
     else:
         print(f"the runs are in {runs[0].output.parent}, as the cluster's head sees it")
 

@@ -339,7 +339,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         if not is_text(override):
             raise ConfigError(f"{override!r}: is no text that a file could hold")
     parsed = parse_overrides(overrides)
-    known, choices = settings(), groups()
+    names, choices = settings(), groups()
     for override in parsed:
         key = override.key_or_group
         if not key:
@@ -353,8 +353,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             if first is not override and key != "placement":  # which is a default that one may replace again
                 several = "; several are a list, as +sets='[a,b]'" if key == "sets" else "; one is expected"
                 raise ConfigError(f"{first.input_line} and {override.input_line}: {key} is chosen twice{several}")
-        elif key not in known and not is_section and not _may_be_own(key):
-            raise ConfigError(f"unknown setting {key}{hint(plain_name(key), [*known, *choices])}")
+        elif key not in names and not is_section and not _may_be_own(key):
+            raise ConfigError(f"unknown setting {key}{hint(plain_name(key), [*names, *choices])}")
         elif override.is_sweep_override():
             line = str(override.input_line)
             raise ConfigError(f"{line}: one value is expected; write a list as '[a,b]' or quote it")
@@ -370,12 +370,12 @@ def _is_section(key: str) -> bool:
 
 def _may_be_own(key: str) -> bool:
     """Return whether a user's own class may take the setting ``key``, which is known once the class is loaded."""
-    known = settings()
+    names = settings()
     named_by_user = any(key.startswith(f"{section}.") for section in (*VALUES, "data.chat_template_kwargs"))
-    if named_by_user or plain_name(key) in known:
+    if named_by_user or plain_name(key) in names:
         return True
     in_open_section = any(key.startswith(f"{section}.") for section in open_sections())
-    return in_open_section and not any(key.startswith(f"{name}.") for name in known)
+    return in_open_section and not any(key.startswith(f"{name}.") for name in names)
 
 
 def _check_choice(override: Override, choices: list[str], several: bool) -> None:

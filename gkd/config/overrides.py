@@ -76,10 +76,10 @@ def _split_name(key: str, is_section: bool) -> tuple[str, str, list[str]]:
     for section in VALUES:
         if key.startswith(f"{section}."):
             return section, key.removeprefix(f"{section}."), []
-    for section in {known.partition(".NAME.")[0] for known in settings() if ".NAME." in known}:
+    for section in {name.partition(".NAME.")[0] for name in settings() if ".NAME." in name}:
         if key.startswith(f"{section}."):
             below = f"{section}.NAME."
-            known_fields = {known.removeprefix(below) for known in settings() if known.startswith(below)}
+            known_fields = {name.removeprefix(below) for name in settings() if name.startswith(below)}
             parts = key.removeprefix(f"{section}.").split(".")
             whole = len(parts) if is_section else None
             at = next((i for i, part in enumerate(parts) if i and part in known_fields), whole)

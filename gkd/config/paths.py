@@ -35,12 +35,12 @@ def map_paths(tree: Mapping[str, Any], make: Callable[[str, str], str], prefix: 
     return mapped
 
 
-def with_absolute_paths(tree: Mapping[str, Any], here: Path) -> dict[str, Any]:
-    """Return settings in which what exists below ``here`` is named by its absolute path, as from any directory.
+def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return settings in which what exists below ``base`` is named by its absolute path, as from any directory.
 
     What does not exist stays as it is: a model or data set may be a name in Hugging Face's cache.
     """
-    return map_paths(tree, lambda _, path: find_absolute(path, here))
+    return map_paths(tree, lambda _, path: find_absolute(path, base))
 
 
 def _is_path(name: str, value: Any) -> bool:
@@ -50,11 +50,11 @@ def _is_path(name: str, value: Any) -> bool:
     return is_named and bool(value) and isinstance(value, str | list | Mapping)
 
 
-def find_absolute(value: str, here: Path) -> str:
-    """Return the absolute path of what exists below ``here``, or may by its pattern; any other name as it is."""
-    path, (directory, colon, part) = here / user_path(value), value.partition(":")
+def find_absolute(value: str, base: Path) -> str:
+    """Return the absolute path of what exists below ``base``, or may by its pattern; any other name as it is."""
+    path, (directory, colon, part) = base / user_path(value), value.partition(":")
     if path.exists() or is_pattern(value):
         return str(path)
-    if colon and (here / user_path(directory)).is_dir():  # SUBSET, SPLIT or both, as gkd.data.reader has it
-        return f"{here / user_path(directory)}:{part}"
+    if colon and (base / user_path(directory)).is_dir():  # SUBSET, SPLIT or both, as gkd.data.reader has it
+        return f"{base / user_path(directory)}:{part}"
     return value

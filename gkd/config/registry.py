@@ -176,8 +176,8 @@ def _load_own(setting: str, name: str) -> Any:
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
         raise ConfigError(f"{setting}: {name} cannot be imported: {describe_raised(error)}") from None
     if own is None:
-        there = [key for key, value in vars(imported).items() if not isinstance(value, ModuleType)]
-        raise ConfigError(f"{setting}: {name}: {file or module} has no {attribute}{suggest(attribute, there)}")
+        names = [key for key, value in vars(imported).items() if not isinstance(value, ModuleType)]
+        raise ConfigError(f"{setting}: {name}: {file or module} has no {attribute}{suggest(attribute, names)}")
     return own
 
 

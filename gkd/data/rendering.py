@@ -123,11 +123,11 @@ def with_teacher_ids(prompts: PromptSet, teachers: Mapping[str, Renderer], longe
     for name, teacher in teachers.items():
         chosen = [prompt for prompt in prompts.prompts if teacher_of(prompt) == name]
         by_id |= zip((prompt.id for prompt in chosen), teacher.token_ids(chosen), strict=True)
-    seen = [
+    rendered = [
         prompt if np.array_equal(prompt.token_ids, by_id[prompt.id]) else replace(prompt, teacher_ids=by_id[prompt.id])
         for prompt in prompts.prompts
     ]
-    return drop_long(PromptSet(seen, prompts.n_too_long), longest)
+    return drop_long(PromptSet(rendered, prompts.n_too_long), longest)
 
 
 def drop_long(prompts: PromptSet, longest: int) -> PromptSet:

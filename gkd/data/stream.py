@@ -65,8 +65,8 @@ class PromptStream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state``. Raises ConfigError when it is of other prompts, another seed or other weights."""
-        here = {"n_prompts": len(self._prompts), "seed": self._seed, "weights": self._weights}
-        for key, value in here.items():
+        expected = {"n_prompts": len(self._prompts), "seed": self._seed, "weights": self._weights}
+        for key, value in expected.items():
             if state.get(key) != value:
                 raise ConfigError(f"the saved order of prompts has {key}={state.get(key)}, this run {key}={value}")
         self._drawn = list(state.get("drawn_by_file", [state["drawn"]]))

@@ -288,8 +288,8 @@ def _restore(config: Config, parts: Parts, log: RunLog, saved: SavedCheckpoint) 
     if state.row is None and (state.step == config.trainer.total_steps or log.stops_early):
         # No step is left whose end would validate, and the scores of the validation before it went with its process.
         log.progress.show_status("validating")
-        now = keep_finite(parts.validation.run()) | keep_finite(parts.val_sets.run(parts.val_sets.sets))
-        state = dataclasses.replace(state, validated={**state.validated, **now})
+        scores = keep_finite(parts.validation.run()) | keep_finite(parts.val_sets.run(parts.val_sets.sets))
+        state = dataclasses.replace(state, validated={**state.validated, **scores})
     log.progress.validated = {**state.before, **state.validated}
     return state
 

@@ -104,12 +104,12 @@ def load_questions(
         )
     own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
     keys = number_repeated(loaded.prompts)
-    questions, known, lacking, n_of = [], set[str](), Counter[str](), Counter[str]()
+    questions, difficulties, lacking, n_of = [], set[str](), Counter[str](), Counter[str]()
     for key, (prompt, row) in zip(keys, own, strict=True):
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))
-            known.add(difficulty)
+            difficulties.add(difficulty)
             if settings.difficulties is not None and difficulty not in settings.difficulties:
                 continue
         n_of[file := settings.files[prompt.file]] += 1
@@ -118,11 +118,11 @@ def load_questions(
             continue
         questions.append(Question(key, prompt, row.values, difficulty, settings.chat_template_kwargs))
     for difficulty in settings.difficulties or ():
-        if difficulty not in known:
-            there = sorted(known)
+        if difficulty not in difficulties:
+            names = sorted(difficulties)
             raise ConfigError(
-                f"{section}.{name}.difficulties: no question has {difficulty}{suggest(difficulty, there)}; there are "
-                f"{', '.join(there[:MOST_NAMED])}"
+                f"{section}.{name}.difficulties: no question has {difficulty}{suggest(difficulty, names)}; there are "
+                f"{', '.join(names[:MOST_NAMED])}"
             )
     if not questions:
         key = _describe_key(settings)

@@ -40,8 +40,8 @@ class Retrieval:
         return [str(passage) for passage in passages]
 
     @staticmethod
-    def _prompt(question: str, seen: Sequence[str], task: str) -> str:
-        notes = "".join(f"\n\n[{number}] {text.strip()}" for number, text in enumerate(seen, start=1))
+    def _prompt(question: str, passages: Sequence[str], task: str) -> str:
+        notes = "".join(f"\n\n[{number}] {text.strip()}" for number, text in enumerate(passages, start=1))
         return f"{question}{notes}\n\n{task}"
 
 

@@ -96,14 +96,14 @@ def _generate_missing(
     local = {m: measurements[m].model for m in missing}
     models = [(model.name, model.path) for model, _ in groupby(local.values())]
     on_gpus = not isinstance(config.cluster.simulate_gpus, int) and installed_device() != "cpu"
-    here = [with_engines(config, [gpus_here(config)], model, on_gpus) for model in models]
+    configs = [with_engines(config, [gpus_here(config)], model, on_gpus) for model in models]
     out.print("starting Ray and reserving GPUs")
-    with connect(max(here, key=lambda own: own.rollout.n_workers)) as session:
+    with connect(max(configs, key=lambda own: own.rollout.n_workers)) as session:
         if session.directory is None:  # a cluster, with GPUs of its own
             free = [min(len(node.gpus), node.free_gpus) for node in read_nodes()]
-            here = [with_engines(config, free, model, on_gpus) for model in models]
+            configs = [with_engines(config, free, model, on_gpus) for model in models]
         engines = _EvaluationEngines(session, out)
-        for (model, group), own in zip(groupby(missing, key=lambda m: measurements[m].model), here, strict=True):
+        for (model, group), own in zip(groupby(missing, key=lambda m: measurements[m].model), configs, strict=True):
             assert isinstance(model, LocalModel)
             indices = list(group)
             todo = [measurements[m] for m in indices]

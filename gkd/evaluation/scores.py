@@ -82,8 +82,8 @@ def scores_of_question(question: Question, settings: EvalSet, rated: Sequence[Ra
 
 def add_up(values: Sequence[float | None]) -> float | None:
     """Return the sum, None where one of the values is not known."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    measured = [value for value in values if value is not None]
+    return sum(measured) if len(measured) == len(values) else None
 
 
 def final_answer(text: str) -> str | None:

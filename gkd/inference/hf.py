@@ -60,8 +60,8 @@ class _Draw:
         if self.n_tokens:
             scores[:, self.n_tokens :] = -torch.inf
         if self.sampling.presence_penalty:
-            seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, input_ids[:, self.n_prompt :], True)
-            scores = scores - self.sampling.presence_penalty * seen
+            is_sampled = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, input_ids[:, self.n_prompt :], True)
+            scores = scores - self.sampling.presence_penalty * is_sampled
         if self.sampling.temperature == 0:
             logprobs = scores.log_softmax(-1)  # [B, V]
             chosen = logprobs.argmax(-1, keepdim=True)  # [B, 1]
@@ -261,8 +261,8 @@ def _covers(state: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
     """Return whether ``state`` has all of ``own``, by name or as the same memory as one that it has, and no others."""
     if any(name not in own or own[name].shape != tensor.shape for name, tensor in state.items()):
         return False
-    there = {own[name].data_ptr() for name in state}
-    return all(name in state or tensor.data_ptr() in there for name, tensor in own.items())
+    addresses = {own[name].data_ptr() for name in state}
+    return all(name in state or tensor.data_ptr() in addresses for name, tensor in own.items())
 
 
 @contextmanager

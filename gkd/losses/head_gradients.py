@@ -63,12 +63,12 @@ def head_pass(head: Callable[[Tensor], Tensor]) -> LinearPass | AutogradPass:
 def _leaves(result: Tensor, but: Tensor) -> list[Tensor]:
     """Return the leaves that ``result`` has a gradient with respect to, without ``but``."""
     leaves: list[Tensor] = []
-    seen, waiting = set(), [result.grad_fn]
+    visited, waiting = set(), [result.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and leaf is not but:
             leaves.append(leaf)

@@ -95,5 +95,5 @@ def apply_presence_penalty(logits: Tensor, start: int, response_ids: Tensor, bou
     stands = torch.where(first >= first[start], places, stop).int()
     earliest = torch.full_like(logits, stop, dtype=torch.int32).view(-1)
     earliest.scatter_reduce_(0, row * vocab + response_ids[:stop], stands, "amin")
-    seen = earliest.view_as(logits)[row[start:]] < places[start:, None]
-    return logits - penalty * seen
+    is_sampled = earliest.view_as(logits)[row[start:]] < places[start:, None]
+    return logits - penalty * is_sampled

@@ -154,6 +154,6 @@ class _OneLine(logging.Filter):
 
 def _warn_in_one_line(setting: CompileSetting) -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    for known in [its for its in logger.filters if isinstance(its, _OneLine)]:  # of a model before this one
-        logger.removeFilter(known)
+    for installed in [its for its in logger.filters if isinstance(its, _OneLine)]:  # of a model before this one
+        logger.removeFilter(installed)
     logger.addFilter(_OneLine(setting))

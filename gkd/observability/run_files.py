@@ -185,11 +185,11 @@ class RunFiles:
 
     def pids(self) -> dict[str, list[int]]:
         """Return the processes on this machine by group; those of other machines have pids of programs here."""
-        here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+        own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
         pids: dict[str, list[int]] = {}
         for row in self.placement():
             its = pids.setdefault(row["group"], [])
-            if row["node"].partition("/")[0] in here:  # behind it is the Ray node, where several share an address
+            if row["node"].partition("/")[0] in own:  # behind it is the Ray node, where several share an address
                 its.append(row["pid"])
         return pids
 

@@ -74,10 +74,10 @@ def _restore(rows: Sequence[tuple[Any, ...]], columns: Sequence[Column]) -> list
 
 
 def _join(arrays: Sequence[Array | None]) -> Column:
-    there = [array.ravel() for array in arrays if array is not None]
-    if sum(array.nbytes for array in there) >= LARGE_BYTES * len(there):  # also where there is none
+    flat = [array.ravel() for array in arrays if array is not None]
+    if sum(array.nbytes for array in flat) >= LARGE_BYTES * len(flat):  # also where there is none
         return list(arrays)
-    return np.concatenate(there), [None if array is None else array.shape for array in arrays]
+    return np.concatenate(flat), [None if array is None else array.shape for array in arrays]
 
 
 def _split(column: Column) -> Iterator[Array | None]:

@@ -139,7 +139,7 @@ def test_every_supported_torch_is_right_with_gpus() -> None:
 
 
 def test_a_gpu_that_somebody_uses() -> None:
-    busy = replace(H200, there=[CARDS[0], replace(CARDS[1], free=20 * GIB)])
+    busy = replace(H200, devices=[CARDS[0], replace(CARDS[1], free=20 * GIB)])
     (finding,) = of_level(devices.check_gpus(busy), "warning")
     assert finding.observation.startswith("GPU 1: 121.0 of 141.0 GiB")
 

@@ -165,8 +165,8 @@ def versions(gpus: Gpus) -> dict[str, Any]:
             facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    if gpus.there:
-        facts |= {"driver": gpus.driver, "gpus": [gpu.name for gpu in gpus.there]}
+    if gpus.devices:
+        facts |= {"driver": gpus.driver, "gpus": [gpu.name for gpu in gpus.devices]}
     return facts
 
 
@@ -239,7 +239,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
 
 def _n_gpus(gpus: Gpus, rehearse: bool) -> int:
     """GPUs to use, 0 in a rehearsal. Raises ConfigError where the machine and the wish do not go together."""
-    there = len(gpus.there)
+    there = len(gpus.devices)
     if rehearse:
         if there and installed_device() == "cuda":
             raise ConfigError(f"--rehearse is for a machine without GPUs, and this one has {there}")

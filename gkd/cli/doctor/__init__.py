@@ -50,7 +50,7 @@ def _findings(address: str | None) -> Iterator[Finding]:
         gpus = devices.read_gpus()
     except RunFailed as error:
         lost.append(fail("gpus", str(error), "reset that GPU, or the machine: no run starts here"))
-    n_gpus = len(gpus.there)
+    n_gpus = len(gpus.devices)
     yield from packages.check_python()
     yield from packages.check_packages()
     yield from packages.check_build(n_gpus)

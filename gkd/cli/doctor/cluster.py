@@ -142,8 +142,8 @@ def _gpus(node: NodeFacts) -> Finding:
     n_real, n_ray = len(node.usable), node.ray_gpus
     if node.simulated:
         if node.uuids:
-            there = f"{node.name} simulates {n_ray} GPUs and has {len(node.uuids)}"
-            return warn("gpus", there, "start it without --simulate-gpus")
+            mismatch = f"{node.name} simulates {n_ray} GPUs and has {len(node.uuids)}"
+            return warn("gpus", mismatch, "start it without --simulate-gpus")
         return confirm("gpus", f"{node.name} simulates {n_ray}: workers on them compute on the CPU")
     if n_ray > n_real:
         return fail(

@@ -39,7 +39,7 @@ class Gpus:
 
     driver: str
     cuda: int
-    there: list[gpu.Gpu]
+    devices: list[gpu.Gpu]
     usable: list[int | str]
 
 
@@ -52,29 +52,29 @@ def read_gpus() -> Gpus:
     Raises RunFailed where the driver answers with an error.
     """
     try:
-        driver, there = gpu.read_driver(), gpu.read_gpus()
+        driver, devices = gpu.read_driver(), gpu.read_gpus()
     except ConfigError:
         return NO_GPUS
     if driver is None:
         return NO_GPUS
-    uuids = [one.uuid for one in there]
+    uuids = [one.uuid for one in devices]
     named = (gpu.uuid_of(entry, uuids) for entry in gpu.usable_devices(os.environ.get(gpu.VISIBLE), uuids))
     usable: list[int | str] = [uuids.index(uuid) if uuid in uuids else uuid for uuid in named if uuid is not None]
-    return Gpus(*driver, there, usable)
+    return Gpus(*driver, devices, usable)
 
 
 def check_gpus(gpus: Gpus) -> Iterator[Finding]:
     """Check which there are, and whether somebody else uses them."""
-    if not gpus.there:
+    if not gpus.devices:
         yield confirm("gpus", "none: runs compute on the CPU, on GPUs that Ray only counts (placement=auto or cpu)")
         return
-    names = f"driver {gpus.driver}: {', '.join(sorted({one.name for one in gpus.there}))}"
+    names = f"driver {gpus.driver}: {', '.join(sorted({one.name for one in gpus.devices}))}"
     if not gpus.usable:
-        lets = f"{gpu.VISIBLE}={os.environ.get(gpu.VISIBLE)} leaves out all {len(gpus.there)}, {names}"
+        lets = f"{gpu.VISIBLE}={os.environ.get(gpu.VISIBLE)} leaves out all {len(gpus.devices)}, {names}"
         yield warn("gpus", lets, f"unset {gpu.VISIBLE}, unless runs are to compute on the CPU")
         return
     yield confirm("gpus", f"{_count_usable(gpus)}, {names}")
-    for one in gpus.there:
+    for one in gpus.devices:
         if one.index in gpus.usable and one.free < 0.9 * one.total:
             yield warn(
                 "gpus",
@@ -86,9 +86,9 @@ def check_gpus(gpus: Gpus) -> Iterator[Finding]:
 def _count_usable(gpus: Gpus) -> str:
     """Return ``2``, or ``1 of 2 (CUDA_VISIBLE_DEVICES)``, or ``7 slices of 1``."""
     if _are_slices(gpus):
-        return f"{len(gpus.usable)} slices of {len(gpus.there)}"
-    left_out = len(gpus.usable) < len(gpus.there)
-    return f"{len(gpus.usable)} of {len(gpus.there)} ({gpu.VISIBLE})" if left_out else f"{len(gpus.there)}"
+        return f"{len(gpus.usable)} slices of {len(gpus.devices)}"
+    left_out = len(gpus.usable) < len(gpus.devices)
+    return f"{len(gpus.usable)} of {len(gpus.devices)} ({gpu.VISIBLE})" if left_out else f"{len(gpus.devices)}"
 
 
 def _are_slices(gpus: Gpus) -> bool:
@@ -113,7 +113,7 @@ def check_torch(gpus: Gpus) -> Iterator[Finding]:
 
 def check_compiler(gpus: Gpus) -> Iterator[Finding]:
     """Compile what includes Python.h where there are GPUs: Triton does, for vLLM's kernels, in eager mode too."""
-    if not gpus.there:
+    if not gpus.devices:
         return
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's own order
     do = "install one with Python's headers (Debian: apt-get install gcc python3-dev), or set CC"
@@ -144,7 +144,7 @@ def check_compiler(gpus: Gpus) -> Iterator[Finding]:
 def check_mps(gpus: Gpus) -> Iterator[Finding]:
     """Ask CUDA's Multi-Process Service whether it runs, where there are GPUs and the driver came with it."""
     control = shutil.which("nvidia-cuda-mps-control")
-    if not gpus.there or control is None:
+    if not gpus.devices or control is None:
         return
     where = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     try:

@@ -27,12 +27,14 @@ def check_python() -> Iterator[Finding]:
     """Check the version of this Python."""
     from packaging.specifiers import SpecifierSet
 
-    here = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     allowed = _requires_python()
-    if SpecifierSet(allowed).contains(here):
-        yield confirm("python", f"{here} in {sys.prefix}")
+    if SpecifierSet(allowed).contains(version):
+        yield confirm("python", f"{version} in {sys.prefix}")
     else:
-        yield fail("python", f"{here}; supported is {allowed}", "install one of these and run ./launch/quickstart.sh")
+        yield fail(
+            "python", f"{version}; supported is {allowed}", "install one of these and run ./launch/quickstart.sh"
+        )
 
 
 def check_packages() -> Iterator[Finding]:

@@ -120,11 +120,11 @@ class Jobs:
             raise RunFailed(f"the cluster at {self.address} did not stop job {name}: {one_line(error)}") from error
         limit = STOP_TIMEOUT_S + 30  # by then it was killed
         deadline = time.monotonic() + limit
-        while not (now := self.info(name)).status.is_terminal():
+        while not (details := self.info(name)).status.is_terminal():
             if time.monotonic() > deadline:
                 raise RunFailed(f"job {name} has not ended within {limit:.0f} s of being stopped")
             time.sleep(0.2)
-        return now
+        return details
 
     def follow(self, name: str, write: Write) -> JobDetails:
         """Pass a job's log on until the job has ended, also over a broken connection."""
@@ -139,9 +139,9 @@ class Jobs:
                 if at > n_read:
                     write(text[len(text) - (at - n_read) :])
                     n_read = at
-            now = self.info(name)
-            if now.status.is_terminal():
-                return now
+            details = self.info(name)
+            if details.status.is_terminal():
+                return details
             await asyncio.sleep(1.0)
 
     async def _tail(self, name: str) -> AsyncIterator[str]:

@@ -126,11 +126,11 @@ def _matches(node: local.LocalNode, options: argparse.Namespace) -> bool:
     runs = (("--port", _port_of(node.address), options.port),
             ("--dashboard-port", _port_of(node.dashboard or ""), options.dashboard_port),
             ("--simulate-gpus", node.simulated_gpus, options.simulate_gpus))  # fmt: skip
-    for option, now, requested in runs:
-        if requested is not None and requested != now:
-            has = "without" if now is None else "with"
+    for option, value, requested in runs:
+        if requested is not None and requested != value:
+            has = "without" if value is None else "with"
             raise ConfigError(
-                f"a head at {node.address} runs here already, {has} {option}{'' if now is None else f' {now}'}: "
+                f"a head at {node.address} runs here already, {has} {option}{'' if value is None else f' {value}'}: "
                 "./launch/ray_cluster.sh stop ends it"
             )
     return True

@@ -67,8 +67,8 @@ def _explain_misfit(requests: Sequence[GroupRequest], idle: Sequence[Node], cpus
     for request in requests:
         for gpus in request.ranges:
             if not any(set(gpus) <= set(node.gpus) for node in idle):
-                there = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
-                return f"{_range_override(request)} is beyond this cluster: a node has the GPUs {there}"
+                ranges = "; ".join(sorted({f"{range_text(node.gpus)}" for node in idle if node.gpus})) or "none"
+                return f"{_range_override(request)} is beyond this cluster: a node has the GPUs {ranges}"
     if solve(requests, idle, 0.0) is not None:
         have = "+".join(f"{node.cpus:g}" for node in idle)
         return (
@@ -272,9 +272,9 @@ def _with_layout(config: Config, name: str) -> Config:
     """Return ``config`` with the pools of a layout. Shares of memory that differ from the default stay as they are."""
     tree, layout = config.model_dump(), read_yaml(str(CONF_DIR / "placement" / f"{name}.yaml"))
     for section, _ in config.pools():
-        now, fields = tree[section], type(getattr(config, section)).model_fields
+        settings, fields = tree[section], type(getattr(config, section)).model_fields
         # What is set to something else already stays.
-        pool = {k: v for k, v in layout.get(section, {}).items() if now[k] in (fields[k].default, None)}
+        pool = {k: v for k, v in layout.get(section, {}).items() if settings[k] in (fields[k].default, None)}
         if "gpus" in pool:
             pool |= {"n_gpus_per_node": None}
         tree[section] |= pool

@@ -274,9 +274,9 @@ if __name__ == "__main__":
     if sys.argv[1].isdigit():
         _outlive(int(sys.argv[1]))
         sys.exit()
-    seen: dict[int, int] = {}
+    recorded: dict[int, int] = {}
     while not select.select([sys.stdin], [], [], RECORD_EVERY_S)[0]:
-        record(sys.argv[1], seen)
+        record(sys.argv[1], recorded)
     if not sys.stdin.buffer.read():  # closed without a word: the driver was killed
         end_all(sys.argv[1])
         remove(sys.argv[1])

@@ -195,8 +195,8 @@ class WeightSync:
         engines = self._engines
         call = self._submit("weights.count_arrived", activity="reporting which buckets are loaded")
         (answers,) = gather([call], ANSWERS_S, keep_deaths=True, keep_late=True)
-        there = zip(engines, answers, strict=True)
-        return {engine: (None, 0, math.inf) if isinstance(its, WorkerDied) else its for engine, its in there}
+        pairs = zip(engines, answers, strict=True)
+        return {engine: (None, 0, math.inf) if isinstance(its, WorkerDied) else its for engine, its in pairs}
 
     def _bucket(self) -> int:
         """Return the number, from 1, of the bucket that the engines are at."""

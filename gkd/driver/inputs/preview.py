@@ -173,9 +173,9 @@ def _split(use: Use, files: Sequence[str], read: _Read, prompts: Sequence[Prompt
     return previews
 
 
-def _keep_short(files: Sequence[str], read: _Read, seen: PromptSet, longest: int) -> PromptSet:
+def _keep_short(files: Sequence[str], read: _Read, prompts: PromptSet, longest: int) -> PromptSet:
     """Return the prompts that a run uses. Raises ConfigError as it would where there are none."""
-    short = [prompt for prompt in seen.prompts if len(prompt.token_ids) <= longest]
+    short = [prompt for prompt in prompts.prompts if len(prompt.token_ids) <= longest]
     if not short:
         raise make_too_long_error(files, longest, read.shortest)
     return drop_long(PromptSet(short, 0), longest)

@@ -49,7 +49,7 @@ class ValSets:
         """Return the sets that are asked at ``step``, all of them at step 0 and at the end; or the ``rest``."""
         every, last = self.config.trainer.val_every, step == self.config.trainer.total_steps
         due = [last or step % (questions.settings.every or every) == 0 for questions in self.sets]
-        return [questions for questions, now in zip(self.sets, due, strict=True) if now != rest]
+        return [questions for questions, is_due in zip(self.sets, due, strict=True) if is_due != rest]
 
     def request(self, sets: Sequence[Questions], order: float = 0) -> RequestedSets:
         """Request answers from the weights that the engines have now."""

@@ -178,13 +178,13 @@ class _Trials:
 
     layout: Layout
     group: str
-    known: dict[frozenset[tuple[str, Value]], GroupMemory]
+    memories: dict[frozenset[tuple[str, Value]], GroupMemory]
 
     def memory_with(self, settings: Mapping[str, Value]) -> GroupMemory:
         key = frozenset(settings.items())
-        if key not in self.known:
-            self.known[key] = memory_with(self.layout, self.group, settings)
-        return self.known[key]
+        if key not in self.memories:
+            self.memories[key] = memory_with(self.layout, self.group, settings)
+        return self.memories[key]
 
     def can_fit(self, changes: Sequence[Change]) -> bool:
         """Return whether the strongest changes make it fit, with or without those that also cost something."""

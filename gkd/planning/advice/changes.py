@@ -111,10 +111,12 @@ def _shorten_texts(config: Config) -> list[Change]:
 def _offer_gpus(layout: Layout) -> Change:
     """Offer GPUs of its nodes that no other group has; further nodes to an actor that has whole ones."""
     trainer, per_node = layout.config.trainer, layout.gpus_per_node
-    if (now := trainer.n_gpus_per_node) >= per_node:
+    if (n_gpus := trainer.n_gpus_per_node) >= per_node:
         return Change("trainer.nnodes", 2, tuple(trainer.nnodes << i for i in (1, 2, 3)))
     free = _count_free_gpus(layout, "trainer")
-    return Change("trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * now, 4 * now, free) if now < v <= free})))
+    return Change(
+        "trainer.n_gpus_per_node", 2, tuple(sorted({v for v in (2 * n_gpus, 4 * n_gpus, free) if n_gpus < v <= free}))
+    )
 
 
 def _offer_offload(layout: Layout) -> list[Change]:
@@ -173,8 +175,8 @@ def _engine_changes(layout: Layout, section: str) -> list[Change]:
 
 def _widen_engines(layout: Layout, section: str, engine: Engine) -> list[Change]:
     n, room, shape = engine.n_gpus_per_node, _count_free_gpus(layout, section), layout.models.shape_of(section)
-    now = engine.tensor_parallel_size
-    wider = [1, 2, 4, 8] if find_width_obstacle(shape, now) else [now << i for i in (1, 2, 3)]
+    width = engine.tensor_parallel_size
+    wider = [1, 2, 4, 8] if find_width_obstacle(shape, width) else [width << i for i in (1, 2, 3)]
     widths = [tp for tp in wider if not find_width_obstacle(shape, tp)]
     with_more_gpus = tuple(tp for tp in widths if n % tp and -(-n // tp) * tp <= room)
     return [
@@ -223,8 +225,8 @@ def with_gpus(layout: Layout, settings: Mapping[str, Value]) -> dict[str, Value]
         if width <= per_node:
             whole[f"{section}.n_gpus_per_node"] = -(-n // int(width)) * int(width)
             continue
-        an_engine, now = int(width) // per_node, pool.nnodes if n == per_node else 1
-        nodes: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": -(-now // an_engine) * an_engine}
+        an_engine, n_nodes = int(width) // per_node, pool.nnodes if n == per_node else 1
+        nodes: dict[str, Value] = {"n_gpus_per_node": per_node, "nnodes": -(-n_nodes // an_engine) * an_engine}
         nodes |= {"across_nodes": True}
         whole |= {f"{section}.{key}": value for key, value in nodes.items() if getattr(pool, key) != value}
     return whole

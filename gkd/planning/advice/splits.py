@@ -117,14 +117,14 @@ def _list_shapes(most: int, n_gpus: int, per_node: int, tp: int) -> Iterator[tup
 
     Only those that engines of ``tp`` GPUs fill, each within a node or on whole ones.
     """
-    seen: set[int] = set()
+    sizes: set[int] = set()
     within = [(n, 1) for n in range(1, per_node + 1)]
     whole = [(per_node, nnodes) for nnodes in range(2, most // per_node + 1)]
     slices = [(n, n_gpus // per_node) for n in range(1, per_node)]
     for n, nnodes in [*within, *whole, *slices]:
         filled = n % tp == 0 or (n == per_node < tp and n * nnodes % tp == 0)
-        if filled and 0 < n * nnodes <= most and n * nnodes not in seen:
-            seen.add(n * nnodes)
+        if filled and 0 < n * nnodes <= most and n * nnodes not in sizes:
+            sizes.add(n * nnodes)
             yield n, nnodes
 
 
@@ -224,12 +224,12 @@ class _Mixes:
 def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: int, factors: Factors) -> Split:
     settings = placement_defaults(layout.config)
     for section, size in mix.items():
-        now, pool = getattr(layout.config, section), size.pool
-        settings |= {f"{section}.{name}": None for name in GPU_SETTINGS if getattr(now, name) is not None}
+        current, pool = getattr(layout.config, section), size.pool
+        settings |= {f"{section}.{name}": None for name in GPU_SETTINGS if getattr(current, name) is not None}
         settings[f"{section}.n_gpus_per_node"] = pool.n_gpus_per_node
-        if pool.nnodes != 1 or now.nnodes != 1:
+        if pool.nnodes != 1 or current.nnodes != 1:
             settings[f"{section}.nnodes"] = pool.nnodes
-        if isinstance(pool, Engine) and pool.tensor_parallel_size != now.tensor_parallel_size:
+        if isinstance(pool, Engine) and pool.tensor_parallel_size != current.tensor_parallel_size:
             settings[f"{section}.tensor_parallel_size"] = pool.tensor_parallel_size
     split = replace(base, config=base.config.with_settings(settings))
     step = simulate_layout(split, staleness, factors)
@@ -250,15 +250,15 @@ def find_faster_split(config: Config, directory: Path, requested: Config) -> str
         layout = Layout(config, models_of(config), gpu_hardware(config.plan))
         factors = factors_of(str(directory), layout)
         layout = replace(layout, config=factors.lengths(config))
-        now = simulate_layout(layout, staleness, factors).seconds
+        step_s = simulate_layout(layout, staleness, factors).seconds
         planned = {f"rollout.{name}": getattr(requested.rollout, name) for name in ("max_num_seqs", "kv_cache_gb")}
         planned["actor.max_tokens_per_micro_batch"] = requested.actor.max_tokens_per_micro_batch
         replanned = replace(layout, config=layout.config.with_settings(planned))
         best = best_splits(replanned, n_gpus, 1, staleness, factors)[0]
     except ConfigError as error:
         return f"whether another split of the GPUs would be faster is not known: {error}"
-    measured = f"with what was measured, by gkd plan's simulation ({now:.2f} s a step)"
-    if best.step.seconds > WORTH * now:
+    measured = f"with what was measured, by gkd plan's simulation ({step_s:.2f} s a step)"
+    if best.step.seconds > WORTH * step_s:
         return f"{measured}, no other split of {n_gpus} GPUs is much faster"
     gpus = ", ".join(f"{group} {n}" for group, n in best.gpus.items())
     return f"{measured}, {gpus} would take {best.step.seconds:.2f} s: {best.overrides()}"

@@ -44,7 +44,7 @@ def factors_of(directory: str, layout: Layout) -> Factors:
         prompt=_mean_prompt(config, rows),
         response=_mean(rows, "response/length_mean"),
         spread=_spread(config, rows),
-        seen=_read_logged_lengths(path),
+        measured_lengths=_read_logged_lengths(path),
     )
     config = lengths.lengths(config)
     try:

@@ -80,8 +80,8 @@ def _needs_offload(layout: Layout, groups: list[GroupMemory], shared: Shared) ->
         return False
     if config.cluster.offload != "auto":
         return bool(config.cluster.offload)
-    here = [group for group in groups if group.group in ("actor", *engines)]
-    return any(not replace(g, available=_available_bytes(layout, g, groups, shared, False)).fits for g in here)
+    members = [group for group in groups if group.group in ("actor", *engines)]
+    return any(not replace(g, available=_available_bytes(layout, g, groups, shared, False)).fits for g in members)
 
 
 def _available_bytes(

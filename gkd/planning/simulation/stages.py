@@ -59,8 +59,8 @@ class Stages:
 class Factors:
     """Holds measured over planned seconds of each stage, and the run's lengths (None: not measured).
 
-    ``spread`` is the standard deviation of the logarithms of responses' lengths, ``seen`` are some of these. ``driver``
-    is in seconds as measured, at ``staleness``.
+    ``spread`` is the standard deviation of the logarithms of responses' lengths, ``measured_lengths`` are some of
+    these. ``driver`` is in seconds as measured, at ``staleness``.
     """
 
     generate: float = 1.0
@@ -70,7 +70,7 @@ class Factors:
     prompt: int | None = None
     response: int | None = None
     spread: float | None = None
-    seen: tuple[int, ...] = ()
+    measured_lengths: tuple[int, ...] = ()
     driver: DriverTimes = field(default_factory=DriverTimes)
     paces: tuple[Pace, ...] = ()
     staleness: int | None = None

@@ -61,13 +61,13 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     adam = adam_s(layout, world) * factors.update
     chunk = config.actor.micro_batch_tokens * world / scale.weight if streams(layout) else None
     n_samples = scale.n_prompts * scale.n
-    seen = factors.seen if config.plan.response_length == factors.response else ()
+    measured_lengths = factors.measured_lengths if config.plan.response_length == factors.response else ()
     return SimulatedRun(
         n_prompts=scale.n_prompts,
         n=scale.n,
         prompt=workload.prompt,
-        mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1, seen)),
-        lengths=lambda step: response_lengths(layout, n_samples, step, seen),
+        mean_tokens=workload.prompt + fmean(response_lengths(layout, n_samples, 1, measured_lengths)),
+        lengths=lambda step: response_lengths(layout, n_samples, step, measured_lengths),
         sampling=_sampling_group(layout, scale, factors),
         scoring=_scoring_groups(layout, scale, factors),
         updating=TrainingGroup(
@@ -149,30 +149,30 @@ def _scoring_groups(layout: Layout, scale: _Scale, factors: Factors) -> dict[str
     return scoring
 
 
-def response_lengths(layout: Layout, n: int, step: int, seen: Sequence[int] = ()) -> list[float]:
+def response_lengths(layout: Layout, n: int, step: int, measured_lengths: Sequence[int] = ()) -> list[float]:
     """Return the tokens of ``n`` responses, in the order in which they are requested.
 
     Lognormal around ``plan.response_length``, cut at the limit, the longest as long as that of a whole batch; the same
     ones in every step, in another order. All as long as the limit where ``plan.response_length`` is not given.
-    Distributed as those ``seen``, where there are any, and cut at the limit, too.
+    Distributed as those ``measured_lengths``, where there are any, and cut at the limit, too.
     """
     workload, config = layout.workload, layout.config
     spread = config.plan.response_spread if config.plan.response_length else 0.0
     limit = config.rollout.max_response_length
-    lengths = _distribute(tuple(seen), workload.response, limit, spread, n, workload.samples)
+    lengths = _distribute(tuple(measured_lengths), workload.response, limit, spread, n, workload.samples)
     return [lengths[i] for i in np.random.default_rng(step).permutation(n)]
 
 
 @cache
 def _distribute(
-    seen: tuple[int, ...], mean: float, limit: float, spread: float, n: int, n_real: int
+    measured_lengths: tuple[int, ...], mean: float, limit: float, spread: float, n: int, n_real: int
 ) -> tuple[float, ...]:
     """Return ``n`` lengths of a distribution, from short to long, the last as long as the longest of ``n_real``."""
-    if not seen and (not spread or mean >= limit):
+    if not measured_lengths and (not spread or mean >= limit):
         return (mean,) * n
     shares = [(i + 0.5) / n for i in range(n - 1)] + [1 - 0.5 / n_real]
-    if seen:
-        drawn = np.quantile(seen, shares, method="inverted_cdf")
+    if measured_lengths:
+        drawn = np.quantile(measured_lengths, shares, method="inverted_cdf")
         return tuple(float(length) for length in np.minimum(drawn, limit))
     drawn = np.exp(spread * np.array([NormalDist().inv_cdf(share) for share in shares]))
     low, high = 0.0, limit / drawn.min()

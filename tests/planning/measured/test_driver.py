@@ -99,11 +99,11 @@ def test_a_torn_line_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "timing')
     (tmp_path / "samples.jsonl").write_text('{"length": 7}\n' * 64 + '{"leng')
-    assert factors_of(str(tmp_path), layout).seen == (7,) * 64
+    assert factors_of(str(tmp_path), layout).measured_lengths == (7,) * 64
     with monkeypatch.context() as short:  # of a file that is longer than what is read, the first line is torn as well
         short.setattr("gkd.planning.measured.factors.SAMPLES_READ", 64 * len('{"length": 7}\n') + 5)
         (tmp_path / "samples.jsonl").write_text('{"length": 7}\n' * 70)
-        assert factors_of(str(tmp_path), layout).seen == (7,) * 64
+        assert factors_of(str(tmp_path), layout).measured_lengths == (7,) * 64
     (tmp_path / "samples.jsonl").write_text('{"leng\n' + '{"length": 7}\n' * 64)
     with pytest.raises(ConfigError, match=r"samples\.jsonl"):  # in the middle it is no run's file
         factors_of(str(tmp_path), layout)
@@ -174,7 +174,7 @@ def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> N
     factors = factors_of(str(tmp_path), layout)
     ran = replace(layout, config=factors.lengths(layout.config))
     assert sorted(run_of(ran, 0, factors).lengths(1)) == [10.0] * 32 + [100.0] * 32
-    assert max(run_of(ran, 0, replace(factors, seen=())).lengths(1)) == pytest.approx(100, rel=0.2)
+    assert max(run_of(ran, 0, replace(factors, measured_lengths=())).lengths(1)) == pytest.approx(100, rel=0.2)
     short = replace(ran, config=ran.config.with_settings({"rollout.max_response_length": 60}))
     assert sorted(run_of(short, 0, factors).lengths(1)) == [10.0] * 32 + [60.0] * 32
     shorter = replace(ran, config=ran.config.with_settings({"rollout.max_response_length": 40}))
