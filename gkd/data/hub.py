@@ -157,7 +157,16 @@ def _failures(subject: str, source: str = "", part: str = "") -> Iterator[None]:
         ) from None
     except Exception as error:
         # Of what it meets in a file it states only that it was met.
-        raise ConfigError(f"{subject}: {describe_error(error.__cause__ or error)}") from None
+        cause = error.__cause__ or error
+        raise ConfigError(f"{subject}: {describe_error(cause)}{_advise_cache(cause)}") from None
+
+
+def _advise_cache(error: BaseException) -> str:
+    """Return what to do where ``datasets`` could not write its own files; empty for other errors."""
+    from datasets import config
+
+    is_in_cache = isinstance(error, OSError) and str(error.filename).startswith(str(config.HF_DATASETS_CACHE))
+    return "; HF_DATASETS_CACHE=DIR has it write to another directory" if is_in_cache else ""
 
 
 @contextmanager

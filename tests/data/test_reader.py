@@ -332,6 +332,17 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
+def test_a_cache_that_cannot_be_written_is_answered_with_the_variable_that_names_another(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below a shared ``HF_HOME`` that is read-only: ``datasets`` writes there even where it has to make nothing."""
+    (file := cached / "file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", file / "arrow")
+    with pytest.raises(ConfigError) as caught:
+        list(read_rows("someone/sums:more:train"))
+    assert contains_in_order(str(caught.value), "someone/sums", file / "arrow", "HF_DATASETS_CACHE")
+
+
 def test_names_in_the_local_cache(cached: Path) -> None:
     for source in ("someone/sums", str(cached)):
         assert next(read_rows(f"{source}:main:test")).values == {"q": "main test 0", "l": [0]}
