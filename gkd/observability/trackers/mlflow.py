@@ -58,15 +58,15 @@ class MLflow(Tracker):
             experiment = (
                 existing.experiment_id if existing else self._client.create_experiment(config.experiment, files)
             )
-            group = run.config.trainer.run_group
-            made = self._client.create_run(experiment, run_name=run.name, tags={"group": group} if group else {})
-            return str(made.info.run_id)
+            return str(self._client.create_run(experiment, run_name=run.name).info.run_id)
 
         self._id, existed = keep_id(run, "mlflow_id", make_run)
         if existed:
-            self._client.update_run(self._id, status="RUNNING")
+            self._client.update_run(self._id, status="RUNNING", name=run.name)
         else:
             self._log_settings(run)
+        if group := run.config.trainer.run_group:
+            self._client.set_tag(self._id, "group", group)
 
     def _log_settings(self, run: TrackedRun) -> None:
         from mlflow.entities import Param

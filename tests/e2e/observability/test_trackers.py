@@ -70,14 +70,15 @@ def test_mlflow_keeps_a_run_that_goes_on_and_prints_nothing(
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     mlflow = {"experiment": "tests"}
-    named = load({"trainer": {"trackers": ["mlflow"], "run_name": "a name", "run_group": "a group", "mlflow": mlflow}})
-    write(named, tmp_path, ROWS)
-    write(named, tmp_path, [{"step": 2, "actor/loss": 1.25}], first=2)
+    trainer = {"trackers": ["mlflow"], "run_name": "a name", "run_group": "a group", "mlflow": mlflow}
+    write(load({"trainer": trainer}), tmp_path, ROWS)
+    renamed = load({"trainer": trainer | {"run_name": "another", "run_group": "other runs"}})
+    write(renamed, tmp_path, [{"step": 2, "actor/loss": 1.25}], first=2)
     assert "INFO" not in capfd.readouterr().err  # between the lines of the run, or in the live one
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
-    assert (run.info.run_name, run.info.status, run.data.tags["group"]) == ("a name", "FINISHED", "a group")
-    assert run.data.params["trainer.run_name"] == "a name"
+    assert (run.info.run_name, run.info.status, run.data.tags["group"]) == ("another", "FINISHED", "other runs")
+    assert run.data.params["trainer.run_name"] == "a name"  # MLflow changes none
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "actor/loss")] == [
         (1, 1.5),
         (2, 1.25),
