@@ -114,8 +114,8 @@ def test_an_evaluation_that_filled_the_disk_goes_on_and_groups_are_rewarded(
     small_disk: Path, tmp_path: Path, made: TaskInputs, variables: dict[str, str]
 ) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
-    command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", *ENGINE]
-    command += ["evaluate.mode=single", f"evaluate.output_dir={small_disk}", f"evaluate.sets.own.files=[{made.val_files[0]}]"]
+    command = [sys.executable, "-m", "gkd.evaluate", f"models.base={made.student}", *ENGINE, "evaluate.mode=single"]
+    command += [f"evaluate.output_dir={small_disk}", f"evaluate.sets.own.files=[{made.val_files[0]}]"]
     own = {"answer_key": "answer", "limit": 24, "samples": 4, "temperature": 1.0}
     command += [f"evaluate.sets.own.{name}={value}" for name, value in own.items()]
     command += ["evaluate.sets.own.rewards=[mine.py:shorter,mine.py:size]", "reward.size.factor=0.5"]
