@@ -7,7 +7,7 @@ import types
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
@@ -106,11 +106,8 @@ class Settings(BaseModel):
         """
         if not isinstance(values, dict):
             return values
-        fields = cls.model_fields
-        return {
-            name: _convert(value, _kinds(fields[name].annotation)) if name in fields else value
-            for name, value in values.items()
-        }
+        kinds = _kinds_by_setting(cls)
+        return {name: _convert(value, kinds[name]) if name in kinds else value for name, value in values.items()}
 
     def read_setting(self, name: str) -> tuple[Any, Any]:
         """Return the value of a setting, by its dotted name, and its default."""
@@ -120,12 +117,18 @@ class Settings(BaseModel):
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return it with settings, by dotted names, replaced. Values are not checked again."""
-        section = self
+        changed: dict[str, Any] = {}
         for key, value in settings.items():
             name, _, below = key.partition(".")
-            inner = getattr(section, name).with_settings({below: value}) if below else value
-            section = section.model_copy(update={name: inner})
-        return section
+            section = changed[name] if name in changed else getattr(self, name, None)
+            changed[name] = section.with_settings({below: value}) if below else value
+        return self.model_copy(update=changed)
+
+
+@cache
+def _kinds_by_setting(section: type[BaseModel]) -> dict[str, list[Any]]:
+    """Return the types that each setting of a section may have."""
+    return {name: _kinds(field.annotation) for name, field in section.model_fields.items()}
 
 
 def _convert(value: Any, kinds: Collection[Any]) -> Any:
