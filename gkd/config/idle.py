@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from gkd.config.base import SCORERS, SECTION_OF, Pool
@@ -22,7 +23,7 @@ OF_SETS = ("timeout_s", "concurrency", "workers", "max_failed_share", "set_funct
 
 def find_idle(config: Config) -> Iterator[str]:
     """Yield a warning, in one line, for what was requested and changes nothing. ``config``: as it was requested."""
-    placed = _read_placement(config)
+    placed = _read_placement(config.placement)
     yield from _find_idle_pools(config, placed)
     for why, section, used in _find_unused_parts(config):
         named = [
@@ -35,9 +36,10 @@ def find_idle(config: Config) -> Iterator[str]:
     yield from find_idle_sections("trainer", config.trainer)
 
 
-def _read_placement(config: Config) -> dict[str, Any]:
-    """Return what the placement's file sets."""
-    return read_yaml(CONF_DIR / "placement" / f"{config.placement}.yaml")
+@cache
+def _read_placement(name: str) -> Mapping[str, Any]:
+    """Return what the file of a placement sets."""
+    return read_yaml(CONF_DIR / "placement" / f"{name}.yaml")
 
 
 def _find_changed(config: Config, section: str, placed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -55,11 +54,10 @@ USED = {
 
 def _with(run: str, setting: str, value: Any) -> Config | None:
     """Return a run with one more setting, and what that takes; None for one that is refused."""
-    tree = deepcopy(TREES[run])
-    section, *above, last = setting.split(".")
-    part = tree[section]
-    for name in above:
-        part = part[name]
+    *sections, last = setting.split(".")
+    tree = part = dict(TREES[run])
+    for name in sections:
+        part[name] = part = dict(part[name])
     part[last] = value
     if last == "tensor_parallel_size":
         part["n_gpus_per_node"] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -124,9 +125,15 @@ def test_what_is_named_as_the_nearest_fits_when_it_is_pasted(placement: str, rec
     assert answers or placement in ("auto", "single_gpu")  # which fit on any machine
 
 
+@cache
+def composed(*overrides: str) -> Config:
+    """Compose once what is tried on many machines."""
+    return compose(overrides)
+
+
 def refused_on(nodes: list[Node], overrides: list[str]) -> str | None:
     """What the message of a refused layout names to be pasted, or that none fits; None where it is not refused."""
-    config = compose(overrides)
+    config = composed(*overrides)
     try:
         require_fit(group_requests(share_gpus(config, nodes)), nodes, config.cluster.cpus_per_worker)
     except ConfigError as error:
