@@ -129,6 +129,8 @@ def phases(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict
 
 def offloaded_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes that a rank has in its host's memory, of what is there between micro-batches."""
+    if training.offloaded is None:
+        return 0.0
     whole, on_gpu = (_persistent_items(shape, training, offloaded) for offloaded in (None, training.offloaded))
     return sum(whole.values()) - sum(on_gpu.values())
 
