@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -48,23 +48,23 @@ def mentions(node: ast.AST, names: set[str], text: re.Pattern[str] = ERROR) -> b
     return bool(used & names or text.search(ast.unparse(node)))
 
 
-def held(function: ast.FunctionDef, names: set[str], text: re.Pattern[str] = ERROR) -> set[str]:
-    """Return ``names`` with those that a function gives to such a text."""
+def held(nodes: Sequence[ast.AST], names: set[str], text: re.Pattern[str] = ERROR) -> set[str]:
+    """Return ``names`` with those that a function of these nodes gives to such a text."""
     names = set(names)
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, ast.Assign) and mentions(node.value, names, text):
             targets = [part for target in node.targets for part in ast.walk(target)]
             names |= {part.id for part in targets if isinstance(part, ast.Name)}
     return names
 
 
-def told_by(tree: ast.AST) -> set[str]:
+def told_by(functions: Mapping[ast.FunctionDef, Sequence[ast.AST]]) -> set[str]:
     """Return the file's own functions that return the text of an error."""
     names: set[str] = set()
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and not function.name.startswith("test_"):
-            returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
-            if any(mentions(value, held(function, set())) for value in returned):
+    for function, nodes in functions.items():
+        if not function.name.startswith("test_"):
+            returned = [n.value for n in nodes if isinstance(n, ast.Return) and n.value is not None]
+            if any(mentions(value, held(nodes, set())) for value in returned):
                 names.add(function.name)
     return names
 
@@ -80,12 +80,11 @@ def literals(node: ast.AST) -> Iterator[ast.AST]:
 
 def expected(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield what tests expect of a message: in ``match=``, beside it in a comparison, and how it begins."""
-    by_functions = told_by(tree)
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        text_names = held(function, by_functions, TOLD)
-        for node in ast.walk(function):
+    functions = {one: list(ast.walk(one)) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+    by_functions = told_by(functions)
+    for function, nodes in functions.items():
+        text_names = held(nodes, by_functions, TOLD)
+        for node in nodes:
             expressions: list[ast.AST] = []
             if isinstance(node, ast.Call):
                 expressions = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
