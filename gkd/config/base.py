@@ -120,8 +120,10 @@ class Settings(BaseModel):
         changed: dict[str, Any] = {}
         for key, value in settings.items():
             name, _, below = key.partition(".")
-            section = changed[name] if name in changed else getattr(self, name, None)
-            changed[name] = section.with_settings({below: value}) if below else value
+            if below:
+                section = changed[name] if name in changed else getattr(self, name)
+                value = section.with_settings({below: value})
+            changed[name] = value
         return self.model_copy(update=changed)
 
 
