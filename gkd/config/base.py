@@ -120,10 +120,8 @@ class Settings(BaseModel):
         changed: dict[str, Any] = {}
         for key, value in settings.items():
             name, _, below = key.partition(".")
-            if below:
-                section = changed[name] if name in changed else getattr(self, name)
-                value = section.with_settings({below: value})
-            changed[name] = value
+            section: Any = changed.get(name, getattr(self, name)) if below else None
+            changed[name] = section.with_settings({below: value}) if below else value
         return self.model_copy(update=changed)
 
 

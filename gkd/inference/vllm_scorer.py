@@ -10,7 +10,8 @@ as one would expect:
 - Scores of prompt tokens ignore ``SamplingParams.temperature``; :class:`gkd.inference.vllm_logits.Shape` divides the
   logits themselves.
 - Rows of tokens that come from the prefix cache are missing, so vLLM has scored requests read it on request alone.
-  They do where the prompt is most of a sequence, and are repeated without where a hit reaches into the response.
+  They do where the prompt is most of a sequence, and are repeated without where a hit reaches into the response, as
+  those of a prompt of whole blocks always would.
 - The probability of all other tokens is in no row; :mod:`gkd.inference.tail` puts it where vLLM puts ranks.
 - One token has to be sampled, and needs room, though nobody reads it.
 """
@@ -192,7 +193,7 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             self.llm_engine.apply_model(shape.put_on)
             self._shape = shape
         self._top_k = self.limits.width(request)
-        reads_cache = reads_cache and request.spans[0][0] >= CACHED_PART * len(request.token_ids)
+        reads_cache = reads_cache and self._gains_by_cache(request)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -206,6 +207,11 @@ class VLLMScorer(VLLMEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         internal = self.llm_engine.add_request(str(key), tokens_input(request.token_ids.tolist()), params)
         self._running[key] = running = _RunningRequest(request, self._bytes(request), reads_cache)
         self._tap(internal, running.rows)
+
+    def _gains_by_cache(self, request: ScoreRequest) -> bool:
+        """Return whether most of a sequence is its prompt, of which the last token, of the first row, is computed."""
+        n_prompt, block = request.spans[0][0], self.llm_engine.vllm_config.cache_config.block_size
+        return n_prompt >= CACHED_PART * len(request.token_ids) and n_prompt % block != 0
 
     def _tap(self, internal: str, rows: list[Any]) -> None:
         """Have the tensors of a request's rows put into ``rows`` instead of being taken apart.

@@ -194,6 +194,9 @@ def test_a_long_prompt_is_computed_once_for_its_samples(
     assert scored(requests[0]) == [96, 0]
     short = ScoreRequest(samples[1], ((40, 120),), 8)  # most of it is response, of which samples often begin alike
     assert scored(short) == [0]
+    prompt = a_request(96, 1, 0, seed=51).token_ids[:96]  # three blocks: a hit has the row of the first response token
+    samples = [np.concatenate([prompt, a_request(30, 1, 0, seed=70 + i).token_ids[:30]]) for i in range(2)]
+    assert [scored(ScoreRequest(ids, ((96, 126),), 8)) for ids in samples] == [[0], [0]]
 
 
 def test_a_trajectory_of_three_turns_is_scored_and_trained_on_where_the_student_wrote(
