@@ -16,6 +16,9 @@ from types import CodeType, ModuleType
 KEPT = "GKD_CODE"
 """Variable with the directory of the sources that a run began with: its processes that start later load these."""
 
+UNUSED = "modules"
+"""Folder of kept sources with modules of packages, where nothing looks for code: the packages' rest is not kept."""
+
 _FOLDERS: list[Path] = []
 """Those of users' files, in the order in which Python looks there for what these import."""
 _SOURCES: dict[Path, dict[Path, bytes]] = {}
@@ -100,8 +103,9 @@ def keep_sources(directory: Path) -> Iterator[None]:
     So a run goes on with the code it began with, whatever is edited meanwhile, but for modules of packages.
     """
     kept, before = find_kept(directory), os.environ.get(KEPT)
+    own = {path for sources in _SOURCES.values() for path in sources}
     for path, content in _all_sources().items():
-        copy = _place_in(kept, path)
+        copy = _place_in(kept if path in own else kept / UNUSED, path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     os.environ[KEPT] = str(kept)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from gkd.config import Data, Rollout, suggest
 from gkd.config.eval_set import EvalSet
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import PromptSet, load_prompts
 from gkd.data.reader import read_rows
 from gkd.errors import ConfigError
 from gkd.evaluation.strategies import Columns
@@ -81,19 +81,13 @@ def load_questions(
 ) -> Questions:
     """Read a set as the model with ``tokenizer`` is asked it, at most ``limit`` questions of ``longest`` tokens each.
 
-    Of some difficulties alone, a question has the key that it has among all; those too long are of all of them. Where
-    some have an answer, those without are left out, as in a run's validation on ``data.val_files``.
+    Of some difficulties alone, a question has the key that it has among all. Where some have an answer, those without
+    are left out, as in a run's validation on ``data.val_files``. What is counted as too long, or without an answer, is
+    of all that were read: of all there are where it is not the first ones that are asked.
     Raises ConfigError for what is wrong with a file or a row, and where nothing is left to measure.
     """
     most = min([n for n in (settings.limit, limit) if n is not None], default=None)
-    data = _data(f"{section}.{name}", settings, longest)
-    try:
-        loaded = load_prompts(settings.files, data, tokenizer, limit=most if settings.difficulties is None else None)
-    except ConfigError as error:
-        text = str(error)
-        for setting in PROMPT_SETTINGS:
-            text = text.replace(f"data.{setting}", f"{section}.{name}.{setting}")
-        raise ConfigError(text) from None
+    loaded = _load_prompts(f"{section}.{name}", settings, tokenizer, longest, most)
     last = max(prompt.id for prompt in loaded.prompts)
     rows = list(islice(chain.from_iterable(map(read_rows, settings.files)), last + 1))
     answered = any(prompt.answer is not None for prompt in loaded.prompts)
@@ -129,6 +123,23 @@ def load_questions(
         raise ConfigError(f"{section}.{name}.difficulties: no question of these has an answer ({key})")
     unanswered = {file: (n, n_of[file]) for file, n in lacking.items()}
     return Questions(name, settings, questions[:most], loaded.n_too_long, f"{section}.{name}", unanswered)
+
+
+def _load_prompts(name: str, settings: EvalSet, tokenizer: Any, longest: int, most: int | None) -> PromptSet:
+    """Return the first ``most`` prompts of a set, or all where it is not those that are asked."""
+    data = _data(name, settings, longest)
+    try:
+        loaded = load_prompts(settings.files, data, tokenizer, limit=most if settings.difficulties is None else None)
+        n_lacking = sum(prompt.answer is None for prompt in loaded.prompts)
+        has_answers = settings.answer_key is not None or n_lacking < len(loaded.prompts)
+        if most is not None and n_lacking and has_answers:
+            return load_prompts(settings.files, data, tokenizer)
+    except ConfigError as error:
+        text = str(error)
+        for setting in PROMPT_SETTINGS:
+            text = text.replace(f"data.{setting}", f"{name}.{setting}")
+        raise ConfigError(text) from None
+    return loaded
 
 
 def _describe_key(settings: EvalSet) -> str:

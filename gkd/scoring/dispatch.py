@@ -27,7 +27,7 @@ from gkd.inference.requests import (
 )
 from gkd.scoring import wire
 from gkd.scoring.address import Key
-from gkd.scoring.attempts import NO_ANSWER, NO_HANDSHAKE
+from gkd.scoring.attempts import NO_ANSWER, NO_HANDSHAKE, RESTARTED
 from gkd.scoring.replica import BUSY_S, PendingRequest, Replica
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Array
@@ -201,7 +201,7 @@ class Dispatcher:
                 if not self.welcomes[replica.name].done():
                     self.welcomes[replica.name].set_result(body)
             case wire.Pong() if replica.welcome and body.session != replica.welcome.session:
-                self._lose(replica, "was restarted" if body.session else GONE["not_greeted"])
+                self._lose(replica, RESTARTED if body.session else GONE["not_greeted"])
             case wire.Pong():
                 replica.note_steps(body.steps)
             case wire.ScoreReply() | wire.GenerateReply() | wire.RateReply():

@@ -15,7 +15,7 @@ from gkd.config.groups import OVERBOOKED
 from gkd.inference.requests import Limits, Request
 from gkd.scoring import wire
 from gkd.scoring.address import Key, has_only_ipv6, host_of, secure_client
-from gkd.scoring.attempts import NO_ANSWER, NO_HANDSHAKE, ConnectionAttempts
+from gkd.scoring.attempts import MOVED, NO_ANSWER, NO_HANDSHAKE, RESTARTED, ConnectionAttempts
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
@@ -124,7 +124,7 @@ class Replica:
     def beat(self, now: float) -> str:
         """Greet or ping when it is time. Returns why the replica is to be put out, empty where it is not."""
         if self._connected != self.address:
-            return "has moved"
+            return MOVED
         if self.welcome and not self.socket.poll(0, zmq.POLLOUT):
             return "ended the connection"  # as the end of its process does
         if self.welcome is None:
@@ -142,13 +142,14 @@ class Replica:
         self._next_beat = now + (self._heartbeat_s if sent else RETRY_S)
         return ""
 
-    def reset(self, now: float, fault: str) -> None:
-        """Put the replica out for its ``fault``, and start over with a new socket."""
+    def reset(self, now: float, reason: str) -> None:
+        """Put the replica out for this reason, and start over with a new socket."""
         if self.welcome is not None:
             self.out_since = now
         self._attempts.close()
         self.socket.close(linger=0)
-        self.welcome, self._missed, self._heard, self._next_beat, self.fault = None, 0, True, 0.0, fault
+        self.fault = "" if reason in (MOVED, RESTARTED) else reason
+        self.welcome, self._missed, self._heard, self._next_beat = None, 0, True, 0.0
         self.outstanding.clear()
         self.abandoned.clear()
         self.busy_until = 0.0

@@ -173,12 +173,15 @@ def test_of_a_package_the_module_that_is_named_is_kept_as_it_was_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     registry, name = Registry("section.setting", {}), "package_kept.within:WITHIN"
     monkeypatch.setattr("gkd.config.registry._LOADED", {})
+    (beside := tmp_path / "beside.py").write_text("")  # a file of the user's in the folder of the package
+    load_module(beside)
     assert registry.load(name) == 1
     write(tmp_path, 2)
     with keep_sources(tmp_path / "sources"):
-        (kept,) = (tmp_path / "sources").rglob("*.py")
-        assert kept.name == "within.py" and "WITHIN = 1" in kept.read_text()
+        (kept,) = (tmp_path / "sources").rglob("within.py")
+        assert "WITHIN = 1" in kept.read_text()
         begin()
+        load_module(beside)
         monkeypatch.setattr("gkd.config.registry._LOADED", {})
         importlib.invalidate_caches()
         assert registry.load(name) == 2  # with what it imports from its package

@@ -89,6 +89,16 @@ def test_questions_without_an_answer_are_left_out_and_counted_by_file(tmp_path: 
     assert line.startswith("own: 2 of 3") and str(partly) in line
 
 
+@pytest.mark.parametrize("settings", [{}, {"rewards": ["format"]}, {"difficulty": "level", "difficulties": ["1"]}])
+def test_limits_count_the_questions_that_have_an_answer(tmp_path: Path, settings: dict[str, Any]) -> None:
+    rows = [{"prompt": f"a {'b' * (n > 2)}", "answer": "c" if n > 2 else None, "level": 1} for n in range(6)]
+    everything = load(tmp_path, rows, **settings).questions
+    assert [q.prompt.id for q in everything] == [3, 4, 5]
+    assert [q.key for q in load(tmp_path, rows, limit=2, **settings).questions] == [q.key for q in everything[:2]]
+    unanswered = [{**row, "answer": None} for row in rows]
+    assert len(load(tmp_path, unanswered, limit=2, rewards=["format"]).questions) == 2
+
+
 def test_difficulties_are_values_in_a_column() -> None:
     for wrong in ({"difficulties": ["easy"]}, {"difficulty": "level", "difficulties": []}):
         with pytest.raises(ValidationError, match=r"difficult"):

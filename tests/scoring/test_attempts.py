@@ -12,7 +12,7 @@ import pytest
 
 from gkd.inference.requests import ScorerUnavailable
 from gkd.scoring.address import Key
-from gkd.scoring.attempts import NO_CONNECTION, NO_HANDSHAKE, NO_NAME
+from gkd.scoring.attempts import CUT_OFF, NO_ANSWER, NO_CONNECTION, NO_HANDSHAKE, NO_NAME
 from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
@@ -65,6 +65,33 @@ def test_why_a_server_does_not_answer_is_known_at_once(
     assert contains_in_order(str(caught.value), address, fault)
     (line,) = caplog.messages
     assert contains_in_order(line, "teacher", address, fault)
+
+
+def test_a_server_that_ends_one_handshake_and_then_hangs_has_no_other_key(serve: Serve, connect: Connect) -> None:
+    first = serve()
+    client = connect(first.server.address, request_timeout_s=2.5)
+    lines: list[str] = []
+    client.on_change = lambda text, is_back: lines.append(text)
+    client.connect(30)
+    first.end()
+    with socket.create_server(("127.0.0.1", first.port)) as listener:
+        listener.accept()[0].close()
+        with pytest.raises(ScorerUnavailable) as caught:
+            client.submit(a_score(0)).result(30)
+    assert contains_in_order(str(caught.value), first.server.address, CUT_OFF)
+    assert len(lines) == 1
+
+
+def test_a_new_address_where_nobody_answers_is_said_to_be_silent(serve: Serve, connect: Connect) -> None:
+    first = serve()
+    client = connect(first.server.address, request_timeout_s=2.0)
+    client.connect(30)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        client.expect(first.server.address, 0.0, other)
+        with pytest.raises(ScorerUnavailable) as caught:
+            client.submit(a_score(0)).result(30)
+    assert contains_in_order(str(caught.value), other, NO_ANSWER)
 
 
 def test_a_server_that_comes_back_with_another_key_is_named(serve: Serve, connect: Connect) -> None:
