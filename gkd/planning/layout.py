@@ -210,11 +210,6 @@ class Layout:
         return self.config.plan.gpus_per_node if self.nodes is None else max(self.nodes)
 
     @cached_property
-    def tried(self) -> dict[str, dict[frozenset[tuple[str, Any]], Any]]:
-        """Keep the memory of groups after changes, by group, which advice works out (gkd.planning.advice.advise)."""
-        return {}
-
-    @cached_property
     def hosts(self) -> dict[str, str]:
         """Map every group on the devices of another to that one; on a CPU all share the machine's cores."""
         if not self.hardware.is_cpu:

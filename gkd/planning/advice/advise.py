@@ -73,7 +73,7 @@ def advise(layout: Layout, group: str) -> Iterator[Advice]:
     :func:`advise_all`.
     """
     if not memory_of(layout, group).fits:
-        trials = _Trials(layout, group, layout.tried.setdefault(group, {}))
+        trials = _Trials(layout, group, {})
         yield from (cheapest for level in LEVEL_NAMES if (cheapest := _find_cheapest(trials, level)) is not None)
 
 
