@@ -120,8 +120,7 @@ class Settings(BaseModel):
         changed: dict[str, Any] = {}
         for key, value in settings.items():
             name, _, below = key.partition(".")
-            section: Any = changed.get(name, getattr(self, name)) if below else None
-            changed[name] = section.with_settings({below: value}) if below else value
+            changed[name] = changed.get(name, getattr(self, name)).with_settings({below: value}) if below else value
         return self.model_copy(update=changed)
 
 

@@ -351,7 +351,9 @@ class Trainer(ValidationSettings, Pool, OpenSections):
     )
     n_logged_samples: int = Field(4, ge=0, description="samples a step in samples.jsonl (TRL's log_completions)")
     n_timeline_steps: int = Field(
-        500, ge=0, description="newest steps in timeline.json, to 300,000 events (cf. verl's profiler.steps); 0: none"
+        500,
+        ge=0,
+        description="newest steps in timeline.json, at most 300,000 events (verl's profiler.steps); 0: none",
     )
     n_logged_tokens: int = Field(
         128,

@@ -103,9 +103,8 @@ def keep_sources(directory: Path) -> Iterator[None]:
     So a run goes on with the code it began with, whatever is edited meanwhile, but for modules of packages.
     """
     kept, before = find_kept(directory), os.environ.get(KEPT)
-    own = {path for sources in _SOURCES.values() for path in sources}
-    for path, content in _all_sources().items():
-        copy = _place_in(kept if path in own else kept / UNUSED, path)
+    for place, content in _all_sources().items():
+        copy = kept / place
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     os.environ[KEPT] = str(kept)
@@ -121,15 +120,16 @@ def keep_sources(directory: Path) -> Iterator[None]:
 def find_kept(directory: Path) -> Path:
     """Return where in ``directory`` the files that were loaded here are kept: a directory for each state of them."""
     digest = hashlib.sha256()
-    for path, content in _all_sources().items():
-        digest.update(f"{path} {len(content)} ".encode() + content)
+    for place, content in _all_sources().items():
+        digest.update(f"{place} {len(content)} ".encode() + content)
     return directory.absolute() / digest.hexdigest()[:12]
 
 
 def _all_sources() -> dict[Path, bytes]:
-    return dict(sorted(_MODULES.items())) | {
-        path: content for file in sorted(_SOURCES) for path, content in _SOURCES[file].items()
-    }
+    """Return what is kept, by its place among it."""
+    modules = {_place_in(Path(UNUSED), path): content for path, content in sorted(_MODULES.items())}
+    own = (its for file in sorted(_SOURCES) for its in _SOURCES[file].items())
+    return modules | {_place_in(Path(), path): content for path, content in own}
 
 
 def read_kept_variables() -> dict[str, str]:

@@ -127,12 +127,12 @@ def load_questions(
 
 def _load_prompts(name: str, settings: EvalSet, tokenizer: Any, longest: int, most: int | None) -> PromptSet:
     """Return the first ``most`` prompts of a set, or all where it is not those that are asked."""
-    data = _data(name, settings, longest)
+    data, limit = _data(name, settings, longest), most if settings.difficulties is None else None
     try:
-        loaded = load_prompts(settings.files, data, tokenizer, limit=most if settings.difficulties is None else None)
+        loaded = load_prompts(settings.files, data, tokenizer, limit)
         n_lacking = sum(prompt.answer is None for prompt in loaded.prompts)
         has_answers = settings.answer_key is not None or n_lacking < len(loaded.prompts)
-        if most is not None and n_lacking and has_answers:
+        if limit is not None and n_lacking and has_answers:
             return load_prompts(settings.files, data, tokenizer)
     except ConfigError as error:
         text = str(error)

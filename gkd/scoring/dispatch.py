@@ -164,7 +164,7 @@ class Dispatcher:
         for replica in self.replicas:
             if reason := replica.beat(now):
                 self._lose(replica, reason)
-            elif replica.is_refused(now) and self._lost.get(replica.name, NO_HANDSHAKE) != NO_HANDSHAKE:
+            elif replica.fault == NO_HANDSHAKE and self._lost.get(replica.name, NO_HANDSHAKE) != NO_HANDSHAKE:
                 self._note_loss(replica, replica.fault)
             self._expire(replica, now)
         self._move_from_suspects()

@@ -15,14 +15,13 @@ from gkd.config.groups import OVERBOOKED
 from gkd.inference.requests import Limits, Request
 from gkd.scoring import wire
 from gkd.scoring.address import Key, has_only_ipv6, host_of, secure_client
-from gkd.scoring.attempts import MOVED, NO_ANSWER, NO_HANDSHAKE, RESTARTED, ConnectionAttempts
+from gkd.scoring.attempts import MOVED, NO_ANSWER, RESTARTED, ConnectionAttempts
 
 MISSED_BEATS = 3
 RETRY_S = 0.05  # between attempts to greet a server that is not there yet
 REOPEN_S = 10.0
 """Time after which a socket without a connection is replaced: ZeroMQ reports nothing when it gives an address up for
 good, as it does once something else has answered there."""
-REFUSED_S = 1.0
 BUSY_S = 0.2  # until a server that has too much of this client's in its queue is sent more
 SEND_HWM = 4_096
 
@@ -104,10 +103,6 @@ class Replica:
         if self.welcome is None or time.monotonic() < self.busy_until:
             return False
         return self.load < math.ceil(OVERBOOKED * self.welcome.capacity / self._n_clients)
-
-    def is_refused(self, now: float) -> bool:
-        """Return whether what is at its address ends handshakes: not just once, as a server that stops does."""
-        return self.fault == NO_HANDSHAKE and now - self.out_since > REFUSED_S
 
     def accept_welcome(self, welcome: wire.Welcome) -> None:
         """Count the server in, which has answered."""

@@ -114,6 +114,11 @@ def test_an_endpoint_is_asked_what_is_missing(
     assert (third.samples, len(Adder.requests)) == (2, 15)  # the second answers alone
     (quick,) = evaluate(compose_evaluation(arguments(tmp_path, server, n=8)), out, quick=True)
     assert (quick.n, len(Adder.requests)) == (5, 15)  # five questions, all of which are answered
+    own = arguments(tmp_path, server, n=2)
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write('{"question": "1", "answer": null}\n')
+    (last,) = evaluate(compose_evaluation(own), out, quick=False)
+    assert (last.n, last.settings["n_unanswered"], len(Adder.requests)) == (2, 1, 15)
 
 
 def test_an_evaluation_goes_on_with_the_code_that_it_began_with(

@@ -9,14 +9,18 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import zmq
 
 from gkd.inference.requests import ScorerUnavailable
 from gkd.scoring.address import Key
-from gkd.scoring.attempts import CUT_OFF, NO_ANSWER, NO_CONNECTION, NO_HANDSHAKE, NO_NAME
+from gkd.scoring.attempts import CUT_OFF, NO_ANSWER, NO_CONNECTION, NO_HANDSHAKE, NO_NAME, ConnectionAttempts
+from gkd.scoring.client import ScoringClient
 from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
 from tests.ray.cluster.conftest import eventually
-from tests.scoring.conftest import Connect, Serve, a_score
+from tests.scoring.conftest import Connect, Running, Serve, a_score
+
+ENDED = zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED
 
 
 @contextlib.contextmanager
@@ -48,9 +52,15 @@ def listening(answer: bytes) -> Iterator[str]:
     ],
 )
 def test_why_a_server_does_not_answer_is_known_at_once(
-    place: str, fault: str, serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+    place: str,
+    fault: str,
+    serve: Serve,
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "gkd")
+    monkeypatch.setattr("gkd.scoring.client.AT_ONCE_S", 0.02)  # so that it looks several times
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as other:
         address = {
             "another key": serve(key=Key.generate()).server.address,
@@ -67,13 +77,18 @@ def test_why_a_server_does_not_answer_is_known_at_once(
     assert contains_in_order(line, "teacher", address, fault)
 
 
-def test_a_server_that_ends_one_handshake_and_then_hangs_has_no_other_key(serve: Serve, connect: Connect) -> None:
-    first = serve()
+def lose_server(serve: Serve, connect: Connect) -> tuple[Running, ScoringClient, list[str]]:
+    """Connect to a server that ends; returns both, and a list of the lines that the client has on that."""
+    first, lines = serve(), list[str]()
     client = connect(first.server.address, request_timeout_s=2.5)
-    lines: list[str] = []
     client.on_change = lambda text, is_back: lines.append(text)
     client.connect(30)
     first.end()
+    return first, client, lines
+
+
+def test_a_server_that_ends_one_handshake_and_then_hangs_has_no_other_key(serve: Serve, connect: Connect) -> None:
+    first, client, lines = lose_server(serve, connect)
     with socket.create_server(("127.0.0.1", first.port)) as listener:
         listener.accept()[0].close()
         with pytest.raises(ScorerUnavailable) as caught:
@@ -95,14 +110,29 @@ def test_a_new_address_where_nobody_answers_is_said_to_be_silent(serve: Serve, c
 
 
 def test_a_server_that_comes_back_with_another_key_is_named(serve: Serve, connect: Connect) -> None:
-    first = serve()
-    client = connect(first.server.address, request_timeout_s=3.0)
-    lines: list[str] = []
-    client.on_change = lambda text, is_back: lines.append(text)
-    client.connect(30)
-    first.end()
+    first, client, lines = lose_server(serve, connect)
     serve(port=first.port, key=Key.generate())
     with pytest.raises(ScorerUnavailable) as caught:
         client.submit(a_score(0)).result(30)
     assert contains_in_order(str(caught.value), first.server.address, NO_HANDSHAKE)
-    assert len(lines) == 2 and contains_in_order(lines[1], "teacher", first.server.address, NO_HANDSHAKE)
+    assert len(lines) == 2
+    assert contains_in_order(lines[1], "teacher", first.server.address, NO_HANDSHAKE, "teacher.request_timeout_s")
+
+
+@pytest.mark.parametrize(
+    ("events", "fault"),
+    [
+        ((), ""),
+        ((zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED), CUT_OFF),
+        ((*ENDED, *ENDED), NO_HANDSHAKE),
+        ((*ENDED, zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_CLOSED, *ENDED), CUT_OFF),
+        ((*ENDED, zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED, *ENDED), CUT_OFF),
+    ],
+)
+def test_what_events_of_a_connection_mean(events: tuple[int, ...], fault: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        attempts = ConnectionAttempts(dealer)
+        for event in events:
+            attempts._note(event)
+        assert attempts.find_fault() == fault
+        attempts.close()

@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import zmq
 
 from gkd.errors import ConfigError
+from gkd.scoring.connections import ClientLimits
+from gkd.scoring.frontend import _router
 from gkd.scoring.replica import MISSED_BEATS, Replica
 from tests.ray.cluster.conftest import eventually
 from tests.scoring.conftest import Connect, Serve, a_score
@@ -124,6 +127,8 @@ def test_a_name_of_ipv6_addresses_alone_is_looked_up_as_such(
     replica = Replica("tcp://teacher.example:15555", KEY, 1.0, 1, 1 << 20, "teacher")
     assert replica.socket.ipv6 == is_looked_up
     replica.close()
+    with zmq.Context() as context, _router(context, "teacher.example", KEY, 1 << 20, ClientLimits()) as router:
+        assert router.ipv6 == is_looked_up
 
 
 def test_an_answer_that_takes_longer_than_all_heartbeats_arrives(

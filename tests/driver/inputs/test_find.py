@@ -24,6 +24,7 @@ from gkd.errors import ConfigError
 from gkd.inference.engine import InferenceEngine
 from tests.data.models import TEMPLATE, save_model, save_reward_model, word_tokenizer
 from tests.data.test_answers import EOS, IM_END, chat_tokenizer
+from tests.error_text import contains_in_order
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,14 @@ def test_a_ground_truth_that_is_a_mapping_is_not_called_absent(models: Path) -> 
     file.write_text(json.dumps({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}) + "\n")
     with pytest.raises(ConfigError, match=r"answer_key .* text or .*reward_model\.ground_truth.*accuracy"):
         find_inputs(own(models, "base", train_files=[str(file)], answer_key=None), lambda line: None)
+
+
+def test_questions_of_a_set_that_have_no_answer_are_left_out_with_a_line(models: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n')
+    sets, lines = {"hard": {"files": [str(file)], "answer_key": "answer"}}, list[str]()
+    inputs = find_inputs(own(models, "base", val_sets=sets), lines.append)
+    assert [len(questions.questions) for questions in inputs.val_sets] == [1]
+    assert any(contains_in_order(line, "data.val_sets.hard", "1 of 2", file) for line in lines)
 
 
 def test_a_run_goes_on_with_the_questions_of_its_sets_wherever_their_files_are(models: Path, tmp_path: Path) -> None:
