@@ -109,6 +109,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.freeze()
+    gc.set_threshold(20_000, 50, 100)  # what tests make goes without it, and searching is a twentieth of their time
     gc.enable()
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -258,12 +259,17 @@ def _files_of(place: Path) -> list[Path]:
     return [folder / file.relative_to(copy or folder) for file in sorted(files)]
 
 
-def _find_imported_modules(file: Path) -> list[str]:
+def _find_imported_modules(file: Path) -> Sequence[str]:
     """Return the modules that a file imports, without what is within them; none of a file that cannot be read."""
     try:
-        nodes = list(ast.walk(ast.parse(_read(file))))
+        return _modules_imported_by(_read(file))
     except (OSError, SyntaxError, ValueError):  # importing it raises why
-        return []
+        return ()
+
+
+@lru_cache(maxsize=1024)  # a sweep composes the same files for each of its runs
+def _modules_imported_by(source: bytes) -> Sequence[str]:
+    nodes = list(ast.walk(ast.parse(source)))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     return sorted({module.partition(".")[0] for module in modules})

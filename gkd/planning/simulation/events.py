@@ -94,12 +94,13 @@ class _Simulation:
         nearest: GroupClock | None = None
         dt = float("inf")
         for clock in working:
-            if clock.events and (left := max(0.0, clock.events[0][0] - clock.now) * clock.slowness) < dt:
+            if clock.events and (left := (clock.events[0][0] - clock.now) * clock.slowness) < dt:
                 nearest, dt = clock, left
         assert nearest is not None, "somebody works until the last step has ended"
-        self.time += dt
-        for clock in working:
-            clock.advance(dt / clock.slowness)
+        if dt > 0:
+            self.time += dt
+            for clock in working:
+                clock.advance(dt / clock.slowness)
         heapq.heappop(nearest.events)[2]()
 
     def _slow_down(self, working: Sequence[GroupClock]) -> None:
@@ -141,10 +142,13 @@ class _Simulation:
             self.waiting += samples
         self._schedule(self.run.driver.start_s, self._hand_out)
 
-    def _hand_out(self) -> None:
-        """Fill the engines' free places, as :class:`gkd.rollout.dispatch.RequestDispatcher` does."""
+    def _hand_out(self, *changed_engines: int) -> None:
+        """Fill the engines' free places, as :class:`gkd.rollout.dispatch.RequestDispatcher` does.
+
+        Those that have changed otherwise go on as well.
+        """
         engines, capacity = self.engines, self.run.sampling.capacity
-        changed: set[int] = set()
+        changed = set(changed_engines)
         while self.waiting:
             emptiest, least = -1, capacity
             for number, engine in enumerate(engines):
@@ -223,8 +227,7 @@ class _Simulation:
             if not batch.unsampled:
                 batch.generated = self.time
             self._schedule(self.run.driver.score_s, partial(self._begin_scoring, sample))
-        self._continue(number)
-        self._hand_out()
+        self._hand_out(number)
         if self.draining:
             self._drain()
 

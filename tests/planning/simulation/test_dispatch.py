@@ -34,7 +34,7 @@ class Watched(_Simulation):
         self.dispatcher, self.queued, self.n_given = RequestDispatcher(range(3), 6, spill=N), set[int](), 0
         super().__init__(run, total)
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, *changed_engines: int) -> None:
         def key(sample: Any) -> int:
             return int(sample.step * 1000 + sample.place)
 
@@ -54,7 +54,7 @@ class Watched(_Simulation):
             self.dispatcher.join(i, engine.version)
         self.queued |= {key(sample) for sample in new}
         before = list(self.waiting)
-        super()._hand_out()
+        super()._hand_out(*changed_engines)
         assigned = {key(sample): sample.engine for sample in before[: len(before) - len(self.waiting)]}
         placed = {request.key: engine for engine, its in self.dispatcher.hand_out().items() for request in its}
         assert assigned == placed
