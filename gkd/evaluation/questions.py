@@ -58,7 +58,7 @@ class Questions:
     def describe_unanswered(self) -> list[str]:
         """Return in a line for each file how many of its questions are left out because they have no answer."""
         return [
-            f"{n} of {n_all} questions of {file} are left out: no answer ({_describe_key(self.settings)})"
+            f"left out, without an answer ({_describe_key(self.settings)}): {n} of {n_all} questions of {file}"
             for file, (n, n_all) in self.unanswered.items()
         ]
 

@@ -156,7 +156,7 @@ def test_sets_of_questions_are_shown_as_the_student_is_asked_them(
     assert re.search(r"more than 8 +4 ", own)
     (files / "one.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": "a", "answer": null}\n')
     assert main([*shown, f"data.val_sets.hard.files={files}/one.jsonl", *a_set[1:]]) == 0
-    assert contains_in_order(capsys.readouterr().out, "=== data.val_sets.hard", "1 of 2", "answer_key=answer")
+    assert contains_in_order(capsys.readouterr().out, "=== data.val_sets.hard", "answer_key=answer", "1 of 2")
     assert main([*shown, *a_set[:1]]) == 2  # no answers
     printed = capsys.readouterr()
     assert "=== data.val_files" in printed.out and "data.val_sets.hard" in printed.err

@@ -11,6 +11,7 @@ import pytest
 from gkd.cli.evaluate import _compose_for_run, configure, main
 from gkd.driver.checkpoints.run_models import RunModels
 from gkd.errors import ConfigError
+from gkd.evaluation.reloading import FurtherWeights
 from tests.data.models import save_model
 
 
@@ -54,6 +55,25 @@ def test_settings_of_a_strategy_or_a_reward_that_is_not_named_are_warned_of(
     assert needed.partition("=")[0].replace("sums", "NAME") in line
     main(["models.base=/none", SET, "rollout.engine=hf", idle, needed])
     assert "nothing" not in capsys.readouterr().out
+
+
+def test_a_runs_own_settings_of_rewards_are_not_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "m")
+    (tmp_path / "config.yaml").write_text(
+        f"recipe: grpo\nmodel.path: {tmp_path}/m\n"
+        "data: {train_files: [a.jsonl], val_files: [none.jsonl], answer_key: c}\n"
+        "reward: {functions: [accuracy], length: {target_length: 3}}\n"
+    )
+    trained = FurtherWeights("step_1", "f", lambda: iter(()))
+    monkeypatch.setattr(
+        "gkd.driver.checkpoints.run_models.models_of_run", lambda *_: RunModels(str(tmp_path / "m"), (trained,))
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "none.jsonl" in printed.err and "nothing" not in printed.out
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gkd.errors import ConfigError
 from gkd.evaluation.plan import measurements
 from gkd.evaluation.questions import Questions, load_questions, sampling_of
 from tests.data.models import TEMPLATE, save_model, word_tokenizer
+from tests.error_text import contains_in_order
 
 ROWS = [
     {"prompt": "a b", "answer": "c", "level": 1, "documents": ["d"]},
@@ -86,7 +87,7 @@ def test_questions_without_an_answer_are_left_out_and_counted_by_file(tmp_path: 
     config, lines = load_config({"evaluate": {"sets": {"own": own}, "endpoints": endpoints}}), list[str]()
     measurements(config, False, lines.append)
     (line,) = lines  # and not one a model
-    assert line.startswith("own: 2 of 3") and str(partly) in line
+    assert contains_in_order(line, "own", "2 of 3", str(partly))
 
 
 @pytest.mark.parametrize("settings", [{}, {"rewards": ["format"]}, {"difficulty": "level", "difficulties": ["1"]}])
