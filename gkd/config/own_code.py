@@ -272,7 +272,7 @@ def _modules_imported_by(source: bytes) -> Sequence[str]:
     nodes = list(ast.walk(ast.parse(source)))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return sorted({module.partition(".")[0] for module in modules})
+    return tuple(sorted({module.partition(".")[0] for module in modules}))
 
 
 def _require_own_neighbours(file: Path) -> None:

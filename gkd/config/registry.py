@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -129,10 +128,10 @@ def settings_class(kind: Any) -> Any:
     return getattr(kind, "Config", None)
 
 
-@cache  # a plan does this a million times
 def _attribute(entry: str) -> Any:
     module, _, attribute = entry.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    loaded = getattr(sys.modules.get(module), attribute, None)  # a plan does this a million times
+    return getattr(importlib.import_module(module), attribute) if loaded is None else loaded
 
 
 def make_absolute(name: str) -> str:
