@@ -24,6 +24,7 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import GenerateRequest, ScoreRequest, ScorerRejected
 from gkd.scoring import wire
 from gkd.scoring.clients import Clients
+from gkd.scoring.server import ScoringServer
 from gkd.scoring.wakeup import Wakeup
 from gkd.types import Target
 from tests.ray.cluster.conftest import eventually
@@ -39,6 +40,11 @@ def assert_same(actual: Target, expected: Target) -> None:
     if actual.tail_logprobs is not None:
         np.testing.assert_array_equal(actual.tail_logprobs, expected.tail_logprobs)
     assert actual.temperature == expected.temperature
+
+
+def n_queued(server: ScoringServer) -> int:
+    """Count what has come and the engine has not begun with."""
+    return sum(len(client.queue) for client in tuple(server._frontend._clients._clients.values()))
 
 
 def test_an_idle_engine_begins_with_all_requests_that_come_together(
@@ -289,10 +295,13 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 20.0)
-    running = serve(TableEngine(delay_s=0.1))
+    running = serve()
     client = connect(running.server.address, max_attempts=1)
     client.connect(30)
+    running.server.sleep(30)  # so that it has both when it fails
     futures = [client.submit(ScoreRequest(np.array([POISON, 1], np.int32), ((1, 2),), 1)), client.submit(a_score())]
+    assert eventually(lambda: n_queued(running.server) == 2)
+    running.server.wake(30)
     for future in futures:
         with pytest.raises(RunFailed, match=r"engine: .*ValueError: poisoned"):
             future.result(30)
@@ -304,11 +313,14 @@ def test_an_engine_failure_reaches_every_client_and_the_caller(
 def test_stopping_refuses_what_is_unfinished_and_frees_the_port(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 0.3)
+    monkeypatch.setattr("gkd.scoring.frontend.GRACE_S", 1.0)
     running = serve(TableEngine(delay_s=60.0))
     client = connect(running.server.address, max_attempts=1, request_timeout_s=60.0)
     client.connect(30)
+    running.server.sleep(30)  # so that the engine begins with all four, however far apart they come
     futures = [client.submit(a_score(i)) for i in range(4)]
+    assert eventually(lambda: n_queued(running.server) == 4)
+    running.server.wake(30)
     assert eventually(lambda: running.server.progress()[1] == 4)
     running.end()  # which lets the engine finish the first
     futures[0].result(30)
