@@ -26,6 +26,7 @@ import pytest
 gc.disable()  # until all tests are collected: what imports make stays, and searching it is a fifth of their time
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as Ray's workers in runs
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # likewise
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see gkd.inference
 # What inductor makes of a graph is compared; finding out by compiling for which vector units takes longer than that.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")

@@ -27,6 +27,7 @@ from gkd.errors import ConfigError, one_line
 DIRECTORY = "GKD_RAY_DIR"  # a directory of this machine; not of the home directory, which machines may share
 MARK = "GKD_RAY_NODE"
 NICENESS = "RAY_worker_niceness"
+PRESTART = "RAY_prestart_worker_first_driver"
 log = logging.getLogger("gkd")
 GRACE_S = 10.0  # for Ray to end its servers and for workers to end their children
 LONGEST_DIRECTORY = 27  # Ray puts Unix sockets up to 80 characters deeper, and their paths may have 107
@@ -37,10 +38,12 @@ def server_variables(reconnect_s: float) -> dict[str, str]:
 
     Ray's processes live for ``reconnect_s`` without their control service. Its own niceness of workers, 15, leaves
     them a thirtieth of what other programs have, so that a run beside a compiler or another user's job stands still.
+    By itself Ray starts a worker for each core of the machine once a program connects, and keeps those that idle.
     """
     return {
         VARIABLE: str(reconnect_s),
         NICENESS: os.environ.get(NICENESS, "0"),
+        PRESTART: os.environ.get(PRESTART, "0"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -9,6 +9,8 @@ that is gone.
 """
 
 # ruff: noqa: E402
+import multiprocessing
+import os
 import sys
 import time
 
@@ -34,6 +36,7 @@ def tell(directory, *pids):
 
 def run():
     exit_on_signals()
+    os.cpu_count = multiprocessing.cpu_count = lambda: 8  # Ray by itself would start a worker for each
     if sys.argv[1:] == ["starting"]:
         start = session_module._start_private
         session_module._start_private = lambda directory, *rest, **more: (

@@ -19,7 +19,7 @@ from gkd.cluster.session import connect as session_module
 from gkd.cluster.session import reaper
 from gkd.cluster.session.connect import connect
 from gkd.cluster.session.control_service import VARIABLE
-from gkd.cluster.session.local import NICENESS
+from gkd.cluster.session.local import NICENESS, PRESTART
 from gkd.errors import ConfigError, RunFailed
 from tests.e2e.on_a_cluster.conftest import free_port
 from tests.error_text import contains_in_order
@@ -36,7 +36,8 @@ def start():
     def start_run(*arguments, **environment):
         # The parent lists GPUs that do not count from 0, so ids and ranges are to be taken from its list.
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", **environment}
-        variables.pop(NICENESS, None)
+        for name in (NICENESS, PRESTART):
+            variables.pop(name, None)
         run = subprocess.Popen(
             [sys.executable, "-m", "tests.ray.cluster.run_for_long", *arguments],
             cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -79,6 +80,7 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
     servers = [read(pid, "cmdline") for pid in reaper.processes_of(directory)]
     unneeded = "dashboard.py", "monitor.py", "log_monitor.py"
     assert [text for text in servers if any(name in text for name in unneeded)] == []
+    assert sum("ray::IDLE" in text for text in servers) <= 1  # that read the indices of the GPUs
     for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
         (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         assert int(blocked, 16) & 1 << signal.SIGHUP - 1
