@@ -80,7 +80,8 @@ def test_no_process_is_left_after_sigterm_sigkill_or_ctrl_c(start):
     servers = [read(pid, "cmdline") for pid in reaper.processes_of(directory)]
     unneeded = "dashboard.py", "monitor.py", "log_monitor.py"
     assert [text for text in servers if any(name in text for name in unneeded)] == []
-    assert sum("ray::IDLE" in text for text in servers) <= 1  # that read the indices of the GPUs
+    # Those that read the indices of the GPUs, one or two. By itself Ray has one for each of 8 cores, whoever needs it.
+    assert sum("ray::IDLE" in text for text in servers) < 8 - len(pids)
     for pid in pids:  # a terminal that closes sends it to all of them, and the run needs its workers for a checkpoint
         (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         assert int(blocked, 16) & 1 << signal.SIGHUP - 1
