@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from gkd.modeling.layout import PackSize
+from gkd.types import TrainingSample
 
 Metrics = dict[str, float]
 
@@ -32,41 +37,90 @@ def combine_mini_batches(rows: Sequence[Metrics]) -> Metrics:
     return {name: combine(name) for name in dict.fromkeys(itertools.chain.from_iterable(rows))}
 
 
-def balance_over_ranks(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
-    """Return indices of the sequences each rank gets, their tokens as equal as longest-first assignment makes them."""
+class SampleLength(NamedTuple):
+    """Of ``n_tokens`` tokens the first ``n_prompt`` are those of ``prompt_id``, and computed once for its samples."""
+
+    n_tokens: int
+    prompt_id: int = 0
+    n_prompt: int = 0
+
+
+def measure_lengths(samples: Sequence[TrainingSample], shared: bool) -> list[SampleLength]:
+    """Return what the samples are long, with ``shared`` also what each has in common with others of its prompt."""
+    return [SampleLength(s.n_tokens, s.prompt_id, s.versions[0].start if shared else 0) for s in samples]
+
+
+def balance_over_ranks(lengths: Sequence[SampleLength], n_ranks: int) -> list[list[int]]:
+    """Return indices of the samples each rank gets, their tokens as equal as longest-first assignment makes them.
+
+    Samples of a prompt that is computed once stay together, or are in as many parts as leave the busiest rank least.
+    """
+    groups = _group_by_prompt(lengths, range(len(lengths)))
+    sizes = [max(map(len, groups), default=1)]
+    while sizes[-1] > 1:
+        sizes.append(math.ceil(sizes[-1] / 2))
+    assignments = [_assign(lengths, groups, size, n_ranks) for size in sizes]
+    return min(assignments, key=lambda shares: max(count_tokens(share, lengths) for share in shares))
+
+
+def _assign(
+    lengths: Sequence[SampleLength], groups: Sequence[Sequence[int]], most: int, n_ranks: int
+) -> list[list[int]]:
+    """Return the ranks' shares of groups in parts of at most ``most`` samples."""
+    parts = [group[i : i + most] for group in groups for i in range(0, len(group), most)]
+    sizes = [count_tokens(part, lengths) for part in parts]
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
     loads = [(0, rank) for rank in range(n_ranks)]  # a heap
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for number in sorted(range(len(parts)), key=lambda i: -sizes[i]):
         load, rank = loads[0]
-        shares[rank].append(index)
-        heapq.heapreplace(loads, (load + lengths[index], rank))
+        shares[rank] += parts[number]
+        heapq.heapreplace(loads, (load + sizes[number], rank))
     return shares
 
 
-def pack(lengths: Sequence[int], budget: int, padded: bool = False) -> list[list[int]]:
-    """Return micro-batches of at most ``budget`` tokens, first-fit decreasing.
+def _group_by_prompt(lengths: Sequence[SampleLength], order: Iterable[int]) -> list[list[int]]:
+    """Return samples in groups that have their prompt in common, as they come first in ``order``."""
+    groups: dict[Hashable, list[int]] = {}
+    for index in order:
+        groups.setdefault(lengths[index].prompt_id if lengths[index].n_prompt else (index,), []).append(index)
+    return list(groups.values())
 
-    With ``padded`` each sequence of one counts as many tokens as its longest, which comes first. A sequence longer than
-    the budget is a micro-batch of its own. Neighbours are of similar length.
+
+def pack(lengths: Sequence[SampleLength], budget: int, padded: bool = False) -> list[list[int]]:
+    """Return micro-batches of at most ``budget`` tokens, first-fit decreasing, prompt by prompt.
+
+    With ``padded`` each sample of one counts as many tokens as its longest, which comes first. A sample longer than the
+    budget is a micro-batch of its own.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    sizes: list[PackSize] = []
+    latest: dict[int, int] = {}  # micro-batch with samples of a prompt
 
-    def count(index: int, place: int) -> int:
-        return lengths[bins[place][0] if padded else index]
+    def has_room(index: int, number: int) -> bool:
+        if padded:
+            return (len(bins[number]) + 1) * lengths[bins[number][0]].n_tokens <= budget
+        return sizes[number].has_room(budget, *lengths[index])
 
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = next((b for b, free in enumerate(room) if count(index, b) <= free), None)
-        if fits is None:
-            bins.append([index])
-            room.append(budget - lengths[index])
-        else:
-            bins[fits].append(index)
-            room[fits] -= count(index, fits)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i].n_tokens)
+    for index in itertools.chain.from_iterable(_group_by_prompt(lengths, order)):
+        _, prompt_id, n_prompt = lengths[index]
+        numbers = itertools.chain([latest[prompt_id]] if n_prompt and prompt_id in latest else [], range(len(bins)))
+        number = next((its for its in numbers if has_room(index, its)), len(bins))
+        if number == len(bins):
+            bins.append([])
+            sizes.append(PackSize())
+        bins[number].append(index)
+        sizes[number].add(*lengths[index])
+        if n_prompt:
+            latest[prompt_id] = number
     return bins
 
 
-def count_tokens(part: Sequence[int], lengths: Sequence[int], padded: bool) -> int:
+def count_tokens(part: Sequence[int], lengths: Sequence[SampleLength], padded: bool = False) -> int:
     """Return the tokens that a micro-batch is computed with, padding included; ``part``: indices into ``lengths``."""
-    own = [lengths[i] for i in part]
-    return len(own) * max(own, default=0) if padded else sum(own)
+    if padded:
+        return len(part) * max((lengths[i].n_tokens for i in part), default=0)
+    size = PackSize()
+    for index in part:
+        size.add(*lengths[index])
+    return size.n_tokens

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.targets import ABSENT_TAIL, PositionTargets
+from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.sequences import PackedSequences
 from gkd.types import Array, ScoredSample
 
 
@@ -21,27 +23,29 @@ def collate(
     weights: Sequence[float],
     advantages: Sequence[float],
     old: Sequence[Tensor] | None = None,
+    shared: bool = False,
 ) -> MicroBatch:
     """Lay samples end to end, each with the weight and the advantage of its tokens and their ``old`` log-probabilities.
 
     ``top_k``: K of the targets, None for none, which a batch without samples is given as other ranks' have it.
+    ``shared``: whether samples of one prompt have its tokens in common, which no model can do that is given rows.
 
     Exactly the sampled tokens have a row, the end token like the others, so that nothing else carries loss: neither the
     prompt, nor what stands between turns, nor the position after the end.
     """
     samples = [s.sample for s in scored]
-    lengths, counts = [len(s.token_ids) for s in samples], [int(np.count_nonzero(s.sampled)) for s in samples]
+    positions = [np.flatnonzero(s.sampled) for s in samples]
+    counts = [len(its) for its in positions]
     references = [s.reference for s in scored if s.reference is not None]
     assert len(references) in (0, len(scored)), "the reference scored some samples and not others"
-    token_ids = _lay([sample.token_ids for sample in samples], np.int64)
-    positions = _lay([sample.sampled for sample in samples], np.bool_).nonzero()[:, 0]
-    response_ids = token_ids[positions]
-    micro = MicroBatch(
-        token_ids=token_ids,
-        position_ids=_lay([np.arange(n) for n in lengths], np.int64),
-        cu_seqlens=_starts(lengths).int(),
-        max_seqlen=max(lengths, default=1),
-        rows=positions - 1,
+    layout = SequenceLayout(
+        [s.token_ids for s in samples], [int(its[0]) if shared and len(its) else 0 for its in positions]
+    )
+    response_ids = _lay([sample.sampled_ids for sample in samples], np.int64)
+    return MicroBatch(
+        # One token where there is none, whose hidden state nothing looks at.
+        sequences=PackedSequences.from_layout(layout).pad(1),
+        rows=_lay([layout.locate(i, its - 1) for i, its in enumerate(positions)], np.int64),
         bounds=_starts(counts),
         response_ids=response_ids,
         weights=_repeat(weights, counts),
@@ -51,7 +55,6 @@ def collate(
         reference_logprobs=_lay(references, np.float32) if references or not scored else None,
         targets=None if top_k is None else _targets(scored, response_ids, top_k),
     )
-    return micro.pad(1)  # one token where there is none, whose hidden state nothing looks at
 
 
 def _lay(arrays: Sequence[Array], dtype: DTypeLike) -> Tensor:

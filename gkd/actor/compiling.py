@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from gkd.config.actor import pack_size
 from gkd.errors import ConfigError
-from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.outcomes import Kernels
 from gkd.modeling.compiling import CompileSetting, allow_compiling, compile_layers
+from gkd.modeling.sequences import PackedSequences
 
 
 @dataclass
@@ -32,10 +32,9 @@ class Compilation:
     kernels: Kernels = field(default_factory=Kernels.compile, compare=False)
     """Of the loss."""
 
-    def pad(self, micro: MicroBatch) -> MicroBatch:
-        """Return a pack of one of the sizes; what it has more than ``micro`` has no row in the loss."""
-        n_tokens = len(micro.token_ids)
-        return micro if self.dynamic else micro.pad(pack_size(n_tokens, self.budget))
+    def pad(self, packed: PackedSequences) -> PackedSequences:
+        """Return a pack of one of the sizes; what it has more than ``packed`` has no row in the loss."""
+        return packed if self.dynamic else packed.pad(pack_size(len(packed), self.budget))
 
     def allow_compiling(self) -> AbstractContextManager[None]:
         """Have torch compile layers that run here for the first time."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gkd.actor.batches import balance_over_ranks, combine_mini_batches
+from gkd.actor.batches import balance_over_ranks, combine_mini_batches, measure_lengths, pack
 from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
@@ -41,14 +41,16 @@ class ActorGroup(ActorRanks):
         self._accumulating: list[PendingCall] = []
         self._n_accumulated = 0  # calls at the head of these that are done, which need no further look
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Return whether the ranks hold sequences of ``lengths`` tokens in one micro-batch each."""
-        total, n_ranks = sum(lengths), len(self.group)
+    def fits(self, samples: Sequence[TrainingSample]) -> bool:
+        """Return whether the ranks hold these samples in one micro-batch each."""
+        lengths, n_ranks = measure_lengths(samples, self.config.actor.share_prompts), len(self.group)
+        longest = max(length.n_tokens for length in lengths)
+        total = sum(length.n_tokens for length in lengths)
         # Longest first leaves no rank more than the mean of all and one sequence (Graham, 1969): mostly that is enough.
-        if total <= self._budget or total + n_ranks * max(lengths) <= n_ranks * self._budget:
+        if total <= self._budget or total + n_ranks * longest <= n_ranks * self._budget:
             return True
         shares = balance_over_ranks(lengths, n_ranks)
-        return all(sum(lengths[i] for i in part) <= self._budget for part in shares if len(part) > 1)
+        return all(len(pack([lengths[i] for i in share], self._budget)) <= 1 for share in shares)
 
     def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
         """Start adding the gradients of the next chunks of a batch, for :meth:`apply`; returns at once.
@@ -190,7 +192,7 @@ class ActorGroup(ActorRanks):
         return metrics
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        return balance_over_ranks([sample.n_tokens for sample in samples], len(self.group))
+        return balance_over_ranks(measure_lengths(samples, self.config.actor.share_prompts), len(self.group))
 
     def _call(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
         """Call ``method`` of every rank; where memory runs out, again in smaller micro-batches, from now on.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gkd.actor.batches import count_tokens, pack
+from gkd.actor.batches import SampleLength, count_tokens, pack
 from gkd.config import Config
 from gkd.planning.advice.changes import LEVEL_NAMES, actor_overrides
 
@@ -26,10 +26,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
-def shrink_budget(budget: int, lengths: Sequence[int], padded: bool = False) -> int | None:
-    """Return tokens a micro-batch may have after those of ``budget`` were too much for sequences of these ``lengths``.
+def shrink_budget(budget: int, lengths: Sequence[SampleLength], padded: bool = False) -> int | None:
+    """Return tokens a micro-batch may have after those of ``budget`` were too much for samples of these ``lengths``.
 
-    Half of what the largest had; None where that was one sequence alone. A rank without any has the others' passes, of
+    Half of what the largest had; None where that was one sample alone. A rank without any has the others' passes, of
     which it knows no more than their budget.
     """
     parts = pack(lengths, budget, padded)

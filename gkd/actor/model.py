@@ -21,6 +21,7 @@ from gkd.actor.precision import find_exact_modules
 from gkd.actor.quantize import dequantize_weights, find_packed_parameters, find_quantized_layers
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.outcomes import use_kernels
+from gkd.modeling.attention import can_share_beginnings
 from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
@@ -52,6 +53,10 @@ class Student(nn.Module):
         """Whether sequences go through it laid end to end, without padding."""
         return is_packed(self.lm)
 
+    def can_share_prompts(self, device: torch.device) -> bool:
+        """Return whether samples of one prompt can be computed with the prompt once on ``device``."""
+        return self.is_packed and can_share_beginnings(device.type)
+
     def forward(
         self, micro: MicroBatch, objective: Callable[[Tensor, Callable[[Tensor], Tensor]], ObjectiveResult]
     ) -> ObjectiveResult:
@@ -69,14 +74,12 @@ class Student(nn.Module):
         return nullcontext() if self.copies is None else self.copies.install()
 
     def compute_hidden(self, micro: MicroBatch) -> Tensor:
-        """Return final hidden states [L, D] of every token of a micro-batch."""
+        """Return final hidden states [T, D] of every token of a micro-batch."""
+        packed = micro.sequences
         if self.compilation is None:
-            return self._run_backbone(micro)
+            return hidden_states(self.lm, packed)
         with self.compilation.allow_compiling():
-            return self._run_backbone(self.compilation.pad(micro))[: len(micro.token_ids)]
-
-    def _run_backbone(self, micro: MicroBatch) -> Tensor:
-        return hidden_states(self.lm, micro.token_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
+            return hidden_states(self.lm, self.compilation.pad(packed))[: len(packed)]
 
     def train(self, mode: bool = True) -> Student:
         """Set what gradient checkpointing and an adapter's dropout look at to training mode.

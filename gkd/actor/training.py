@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.batches import Metrics, pack
+from gkd.actor.batches import Metrics, measure_lengths, pack
 from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_setting
 from gkd.actor.copies import Copies
@@ -75,6 +75,7 @@ class RankTrainer:
         self._sums: MetricSums | None = None  # of the chunks since the last update
         self._failed: OutOfMemory | None = None
         self._n_updates: int | None = None  # of the optimizer, which may have the number on the GPU; None: to be read
+        self._shares_prompts = config.actor.share_prompts and student.can_share_prompts(device)
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
     @property
@@ -249,8 +250,11 @@ class RankTrainer:
     def _logprobs(self, samples: Sequence[TrainingSample]) -> LogprobsByPlace:
         """Return log-probabilities of every sample's sampled tokens."""
         scored, by_place = fetch_samples(samples, self.config.trainer.update_timeout_s), {}
-        for part in self._micro_batches(samples):
-            micro = collate([scored[i] for i in part], None, [0.0] * len(part), [0.0] * len(part)).to(self.device)
+        parts, shared = self._pack(samples), self._shares_prompts
+        (n_parts,) = self._agree(len(parts))  # as many as any rank has
+        for part in [*parts, *[[]] * (n_parts - len(parts))]:
+            zeros = [0.0] * len(part)
+            micro = collate([scored[i] for i in part], None, zeros, zeros, shared=shared).to(self.device)
             with self._compute_without_gradient():
                 log_q = self.student(micro, logprobs(micro, self.config, self._is_roomy))
             pieces = log_q.cpu().split([samples[i].n_sampled for i in part])
@@ -280,9 +284,9 @@ class RankTrainer:
             reason = one_line(error)
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
         self.optimizer.zero_grad(set_to_none=True)
-        lengths = [sample.n_tokens for sample in samples]
+        lengths = measure_lengths(samples, self._shares_prompts)
         smaller = shrink_budget(self.budget, lengths, padded=not self.student.is_packed)
-        longest = max(lengths, default=0)
+        longest = max((sample.n_tokens for sample in samples), default=0)
         raise OutOfMemory(out_of_memory_text(self.config, longest, self.budget, reason), smaller)
 
     def _accumulate(
@@ -314,6 +318,7 @@ class RankTrainer:
                 [weights[i] for i in part],
                 [samples[i].advantage for i in part],
                 [values for i in part if (values := old[i]) is not None] if has_old else None,
+                self._shares_prompts,
             )
             if micro.targets is not None:
                 check_targets(self._vocab_size, micro.targets)
@@ -354,13 +359,8 @@ class RankTrainer:
         ]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        return pack([sample.n_tokens for sample in samples], self.budget, padded=not self.student.is_packed)
-
-    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        """Return micro-batches of this rank, as many as any rank has: the last of them may be empty."""
-        parts = self._pack(samples)
-        (n_parts,) = self._agree(len(parts))
-        return parts + [[]] * (n_parts - len(parts))
+        lengths = measure_lengths(samples, self._shares_prompts)
+        return pack(lengths, self.budget, padded=not self.student.is_packed)
 
     def _agree(self, *values: int) -> list[int]:
         """Return the largest of all ranks' values, each by itself; among the hosts, as what is known there already."""

@@ -114,6 +114,11 @@ class Actor(Settings):
         "TRL's per_device_train_batch_size and gradient_accumulation_steps); null: 8,192, and 16,384 on GPUs that have "
         "room for it",
     )
+    share_prompts: bool = Field(
+        True,
+        description="samples of one prompt in a micro-batch are computed with the prompt once, where sequences are "
+        "packed (verl: use_prefix_grouper); false: each with its own",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     epochs: int = Field(1, ge=1, description="times a batch is learned from (TRL's num_iterations, verl's ppo_epochs)")
     mini_batch_size: int | None = Field(

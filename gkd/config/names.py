@@ -68,6 +68,7 @@ SAME: dict[str, str] = {
     "actor.epochs": "num_iterations ppo_epochs max_epochs",
     "actor.max_tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_tokens_per_gpu train_max_tokens_per_gpu "
     "log_prob_max_token_len_per_gpu",
+    "actor.share_prompts": "use_prefix_grouper",
     "actor.gradient_checkpointing": "enable_gradient_checkpointing",
     "actor.compile": "torch_compile use_torch_compile",
     "actor.liger": "use_liger_kernel use_liger",

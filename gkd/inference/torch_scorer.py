@@ -1,6 +1,7 @@
 """Scoring with transformers: sequences laid end to end through one forward pass, without a cache or a scheduler.
 
-Only positions that are to be scored go through the head. On a CPU the numbers of a sequence do not depend on what is
+Only positions that are to be scored go through the head, and what sequences begin with before these is computed once
+for those that begin alike, as samples of one prompt do. On a CPU the numbers of a sequence do not depend on what is
 scored along with it, to the last bit, so that a run repeats whatever comes first: linear layers are packed
 (gkd.modeling.linear), and only sequences that attention pads alike share a pass.
 """
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from gkd.errors import ConfigError, RunFailed, describe_error
 from gkd.inference.decoding import pad
 from gkd.inference.engine import FLOAT_BYTES, EngineSpec, ModuleEngine
 from gkd.inference.requests import GenerateRequest, RequestRejected, ScoreRequest
+from gkd.modeling.layout import PackSize, SequenceLayout
 from gkd.types import Int32, Target
 
 if TYPE_CHECKING:
@@ -89,10 +91,12 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         self.device, self._stop_ids = spec.device, spec.model.eos_ids
         self._n_tokens = spec.max_num_batched_tokens or self.pass_tokens[spec.device]
         self.model = _load(spec)
+        from gkd.modeling.attention import can_share_beginnings
         from gkd.modeling.backbone import is_packed
         from gkd.modeling.head import Head
 
         self._is_packed = is_packed(self.model)
+        self._shares_prompts = self._is_packed and can_share_beginnings(spec.device)
         self._head = Head(self.model)
         self._sums = _compile(self.model, spec)
         self.limits = spec.limits(spec.settings.max_model_len or spec.model.positions or UNBOUNDED_LENGTH)
@@ -140,25 +144,35 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         """Take the sequences of the next pass, the one that has waited longest first."""
         batch: list[tuple[int, ScoreRequest]] = []
         remaining: deque[tuple[int, ScoreRequest | GenerateRequest]] = deque()
-        lengths = 0, 0  # together, and of the longest
+        size, longest = PackSize(), 0
         for key, request in self._waiting:
-            if isinstance(request, ScoreRequest) and (not batch or self._joins(request, batch, *lengths)):
+            if isinstance(request, ScoreRequest) and (not batch or self._joins(request, batch, size, longest)):
                 batch.append((key, request))
-                lengths = lengths[0] + len(request.token_ids), max(lengths[1], len(request.token_ids))
+                size.add(*self._describe(request))
+                longest = max(longest, len(request.token_ids))
             else:
                 remaining.append((key, request))
         self._waiting = remaining
         return batch
 
     def _joins(
-        self, request: ScoreRequest, batch: Sequence[tuple[int, ScoreRequest]], n_tokens: int, longest: int
+        self, request: ScoreRequest, batch: Sequence[tuple[int, ScoreRequest]], size: PackSize, longest: int
     ) -> bool:
         """Return whether there is room for ``request`` beside the ``batch``, padded where the model takes rows."""
-        length, first = len(request.token_ids), batch[0][1]
-        n_computed = n_tokens + length if self._is_packed else (len(batch) + 1) * max(longest, length)
-        if n_computed > self._n_tokens:
-            return False
-        return self.device == "cuda" or self._padded_length(request) == self._padded_length(first)
+        if self._is_packed:
+            has_room = size.has_room(self._n_tokens, *self._describe(request))
+        else:
+            has_room = (len(batch) + 1) * max(longest, len(request.token_ids)) <= self._n_tokens
+        return has_room and (self.device == "cuda" or self._padded_length(request) == self._padded_length(batch[0][1]))
+
+    def _describe(self, request: ScoreRequest) -> tuple[int, bytes, int]:
+        """Return what a sequence is long, what it begins with, and how much of that others may have as well."""
+        n_shared = self._count_shared(request)
+        return len(request.token_ids), request.token_ids[:n_shared].tobytes(), n_shared
+
+    def _count_shared(self, request: ScoreRequest) -> int:
+        """Return how many tokens come before the first that is scored."""
+        return request.spans[0][0] if self._shares_prompts and request.spans else 0
 
     def _padded_length(self, request: ScoreRequest) -> int:
         """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
@@ -192,42 +206,42 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             yield
 
     def _score(self, batch: list[tuple[int, ScoreRequest]]) -> list[_RequestRows]:
+        import torch
 
         from gkd.inference.scored_rows import RowShape, score_rows
         from gkd.modeling.backbone import hidden_states
+        from gkd.modeling.sequences import PackedSequences
 
         self.forward_passes += 1
         requests = [request for _, request in batch]
-        lengths = [len(request.token_ids) for request in requests]
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        ids = self._to_device(np.concatenate([request.token_ids for request in requests]).astype(np.int64))
-        hidden = hidden_states(
-            self.model,
-            ids,
-            self._to_device(np.concatenate([np.arange(n) for n in lengths])),
-            self._to_device(starts),
-            max(lengths) if self.device == "cuda" else max(map(self._padded_length, requests)),
-        )
+        layout = SequenceLayout([request.token_ids for request in requests], list(map(self._count_shared, requests)))
+        if self.device != "cuda":
+            layout.max_seqlen = max(map(self._padded_length, requests))
+        packed = PackedSequences.from_layout(layout, self._to_device)
+        hidden = hidden_states(self.model, packed)
         by_shape: dict[RowShape, list[int]] = {}
         for i, request in enumerate(requests):
             shape = RowShape(request.temperature, self.limits.rows(request), self.limits.width(request))
             by_shape.setdefault(shape, []).append(i)
         scored: list[_RequestRows] = []
         for shape, members in by_shape.items():
-            places = [np.concatenate([np.arange(*span) for span in requests[i].spans]) + starts[i] for i in members]
-            at = self._to_device(np.concatenate(places))
-            rows = score_rows(self._head, hidden[at - 1], ids[at], shape, self.logit_bytes[self.device], self._sums)
-            ends = np.cumsum([len(own) for own in places]).tolist()
-            for i, own, end in zip(members, places, ends, strict=True):
+            positions = [np.concatenate([np.arange(*span) for span in requests[i].spans]) for i in members]
+            at = [layout.locate(i, own) for i, own in zip(members, positions, strict=True)]
+            before = [layout.locate(i, own - 1) for i, own in zip(members, positions, strict=True)]
+            ids, above = (self._to_device(torch.from_numpy(np.concatenate(its))) for its in (at, before))
+            ids, above = packed.token_ids[ids], hidden[above]
+            rows = score_rows(self._head, above, ids, shape, self.logit_bytes[self.device], self._sums)
+            ends = np.cumsum([len(own) for own in positions]).tolist()
+            for i, own, end in zip(members, positions, ends, strict=True):
                 scored.append(_RequestRows(*batch[i], rows, end - len(own), end))
         return scored
 
-    def _to_device(self, array: Any) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         import torch
 
         from gkd.losses.targets import send
 
-        return send(torch.from_numpy(array), torch.device(self.device))
+        return send(tensor, torch.device(self.device))
 
     def _take_prompts(self) -> list[tuple[int, GenerateRequest]]:
         """Take the prompts that are continued together, once one of them has waited longest: all that the model takes

@@ -1,6 +1,6 @@
 """Samples laid end to end: one micro-batch, without padding.
 
-Shapes: S sequences, L tokens in all, N sampled positions.
+Shapes: S sequences, T tokens in all, N sampled positions.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gkd.losses.targets import PositionTargets, send
+from gkd.modeling.sequences import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """S sequences laid end to end.
 
-    - token_ids, position_ids [L]: positions are counted from each sequence's start.
-    - cu_seqlens [S + 1]: where each sequence starts.
+    - sequences: their T tokens.
     - rows [N]: index of the token whose hidden state predicts each sampled token (the token before it).
     - bounds [S + 1]: where each sequence's rows start.
     - response_ids, weights, advantages, sampler_logprobs [N]: of each sampled token; weights are those in the loss.
@@ -31,10 +31,7 @@ class MicroBatch:
     position.
     """
 
-    token_ids: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
+    sequences: PackedSequences
     rows: Tensor
     bounds: Tensor
     response_ids: Tensor
@@ -53,28 +50,14 @@ class MicroBatch:
         targets = None if self.targets is None else self.targets.rows(start, stop)
         return replace(self, targets=targets, **parts)
 
-    def pad(self, n_tokens: int) -> MicroBatch:
-        """Return the same with at least ``n_tokens`` tokens: more sequences, as short as the others, without rows."""
-        n_more = n_tokens - len(self.token_ids)
-        if n_more <= 0:
-            return self
-        steps = torch.arange(n_more, dtype=torch.int64, device=self.token_ids.device)
-        # Computed where it is: a copy from the host would wait for all that the GPU has to do.
-        numbers = torch.arange(1, -(-n_more // self.max_seqlen) + 1, dtype=self.cu_seqlens.dtype, device=steps.device)
-        ends = (len(self.token_ids) + self.max_seqlen * numbers).clamp_(max=n_tokens)
-        return replace(
-            self,
-            token_ids=torch.cat([self.token_ids, torch.zeros_like(steps)]),
-            position_ids=torch.cat([self.position_ids, steps % self.max_seqlen]),
-            cu_seqlens=torch.cat([self.cu_seqlens, ends]),
-        )
-
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on a device, see :func:`gkd.losses.targets.send`."""
 
         def move(value: Any) -> Any:
             if isinstance(value, PositionTargets):
                 return value.to(device)
+            if isinstance(value, PackedSequences):
+                return value.to(lambda tensor: send(tensor, device))
             return send(value, device) if isinstance(value, Tensor) else value
 
         return MicroBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})

@@ -1,25 +1,31 @@
 """Attention over sequences laid end to end, plugged into any Hugging Face model that takes an attention function.
 
-Each token attends to the earlier tokens of its own sequence alone, so packing changes nothing but speed.
-Shapes: H query heads, G key-value heads, L tokens, D head size, S sequences, M longest sequence.
+Each token attends to the earlier tokens of its own sequence alone, so packing changes nothing but speed. Sequences may
+have the tokens that they begin with in common (:mod:`gkd.modeling.layout`): they then have more keys than queries.
+Shapes: H query heads, G key-value heads, T tokens, K keys, D head size, S sequences, M longest sequence.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from gkd.errors import one_line
+
+log = logging.getLogger("gkd")
 NAME = "gkd_packed"
 ASIDE = "gkd_packed_aside"
 WIDEST_HEAD, HEAD_STEP = 256, 8  # what flash attention's kernels take
+ROUNDED = 0.05  # beside its result, of attention in bfloat16
 # Arguments by which a model selects an attention that is not the plain one; computing without them would be wrong.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -34,24 +40,47 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    key_index: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each of the S sequences of ``cu_seq_lens_q`` [S + 1].
+    """Compute causal attention within each of S sequences, whose tokens begin at ``cu_seq_lens_q`` [S + 1].
 
-    query [1, H, L, D], key and value [1, G, L, D], values of some models narrower (MLA); returns [1, L, H, D] with the
-    values' D, and no weights. Raises ValueError for attention variants it does not compute, a mask of the model's own
-    among them (Doge adds one to its scores).
+    query [1, H, T, D], key and value [1, G, T, D], values of some models narrower (MLA); returns [1, T, H, D] with the
+    values' D, and no weights. With ``key_index`` [K] a sequence's keys are those at its places, which begin at
+    ``cu_seq_lens_k`` [S + 1], and its tokens the last of them. ``max_length_k``: M.
+    Raises ValueError for attention variants it does not compute, a mask of the model's own among them (Doge adds one to
+    its scores).
     """
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("attention_mask")
-    if unsupported or cu_seq_lens_q is None or max_length_q is None:
+    if unsupported or cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_k is None:
         raise ValueError(f"packed attention lacks sequence bounds or does not compute {unsupported}")
+    bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, max_length_k, key_index)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _variable_length(q, k, v, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
-    return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
+        return _variable_length(q, k, v, scaling, sliding_window, bounds)[None], None
+    return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, bounds)[None], None
+
+
+class Bounds(NamedTuple):
+    """Bounds of the tokens and the keys of S sequences, [S + 1] each, the most keys of one, and which keys they have.
+
+    ``key_index`` [K] is None where the keys of all sequences are those of its tokens.
+    """
+
+    tokens: Tensor
+    keys: Tensor
+    longest: int
+    key_index: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them as transformers' models hand them on to :func:`packed_attention`."""
+        lengths = {"max_length_q": self.longest, "max_length_k": self.longest}
+        index = {} if self.key_index is None else {"key_index": self.key_index}
+        return {"cu_seq_lens_q": self.tokens, "cu_seq_lens_k": self.keys, **lengths, **index}
 
 
 @contextmanager
@@ -79,23 +108,59 @@ def kernel_takes(query: Tensor, value: Tensor) -> bool:
 
 
 def _variable_length(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, bounds: Bounds
 ) -> Tensor:
-    """Run flash attention's kernel for sequences of any lengths: q [L, H, D], k and v [L, G, D] -> [L, H, D].
+    """Run flash attention's kernel for sequences of any lengths: q [T, H, D], k and v [T, G, D] -> [T, H, D].
 
-    It has one width for all three, so narrower values are padded with zeros, which come out as zeros.
+    It has one width for all three, so narrower values are padded with zeros, which come out as zeros. Of a sequence
+    with more keys than queries it takes the last query to be at the last key.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds = (-1 if window is None else window - 1, 0)
+    sides = (-1 if window is None else window - 1, 0)
     grouped: dict[str, Any] = (
         {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     )
-    width = v.shape[-1]
+    width, (cu_q, cu_k, longest, index) = v.shape[-1], bounds
+    if index is not None:
+        k, v = (_Take.apply(x, index) for x in (k, v))  # type: ignore[no-untyped-call]
     wide = v if width == q.shape[-1] else pad(v, (0, q.shape[-1] - width))
-    out = varlen_attn(q, k, wide, cu, cu, longest, longest, scale=scale, window_size=bounds, **grouped)
+    out = varlen_attn(q, k, wide, cu_q, cu_k, longest, longest, scale=scale, window_size=sides, **grouped)
     assert isinstance(out, Tensor)
     return out[..., :width]
+
+
+@cache
+def can_share_beginnings(device: str) -> bool:
+    """Return whether a sequence may have more keys than queries on ``device``: "cuda" or "cpu".
+
+    Tried once: flash attention's kernel is to take the last query to be at the last key. With the first query at the
+    first key a sample of a shared prompt would look at the prompt's beginning alone.
+    """
+    if device == "cpu":
+        return True
+    try:
+        if (off := _measure_shared_error(device)) < ROUNDED:
+            return True
+        reason = f"attention with more keys than queries is off by {off:.2g}"
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = one_line(error)
+    log.warning("every sample is computed with a prompt of its own: %s", reason)
+    return False
+
+
+@torch.no_grad()
+def _measure_shared_error(device: str) -> float:
+    """Return how far the kernel is from float32, beside it, for a sequence that begins with two tokens of another."""
+    starts, keys = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ((0, 3, 6), (0, 3, 8)))
+    bounds = Bounds(starts, keys, 5, torch.tensor([0, 1, 2, 0, 1, 3, 4, 5], device=device))
+    q, k, v = torch.randn(3, 6, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    ours = _variable_length(q, k, v, None, None, bounds).float()
+    q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
+    expected = _attend_padded(q, k, v, None, None, bounds)
+    return float((ours - expected).norm() / expected.norm())
 
 
 @cache
@@ -106,14 +171,31 @@ def _takes_enable_gqa(function: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(function).parameters
 
 
-def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, cu: Tensor, longest: int
-) -> Tensor:
+class _Take(torch.autograd.Function):
+    """Takes rows by an index that may have some more than once, whose gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.n_rows = index, len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return _add_up(slope, ctx.index, ctx.n_rows), None
+
+
+def _add_up(slope: Tensor, index: Tensor, n_rows: int) -> Tensor:
+    """Return the sums [n_rows, ...] of the rows that are for the same one by ``index``."""
+    sums = torch.zeros(n_rows, *slope.shape[1:], dtype=torch.float32, device=slope.device)
+    return sums.index_add_(0, index, slope.float()).to(slope.dtype)
+
+
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, bounds: Bounds) -> Tensor:
     """Pad inside the attention only, without a variable-length kernel: sequences of a micro-batch are of like length.
 
-    q [H, L, D], k and v [G, L, D] -> [L, H, D]. Padding is on the right, which a causal mask never looks at.
+    q [H, T, D], k and v [G, T, D] -> [T, H, D]. Padding is on the right, which a causal mask never looks at.
     """
-    padding = _padding_of(cu, longest)
+    padding, longest = _padding_of(bounds), bounds.longest
     qs, ks, vs = (padding.add(x) for x in (q, k, v))
     mask = None
     if window is not None and window < longest:
@@ -127,32 +209,39 @@ def _attend_padded(
 
 
 class _Padding:
-    """Places of the tokens of S sequences among S rows of M; worked out once for all layers.
+    """Places of S sequences among S rows of M; worked out once for all layers.
 
-    ``index`` [S * M]: the token at each place of the rows, any where there is none; ``places`` [L]: that of each token.
-    Both are None where all sequences are of M tokens.
+    ``index`` [S * M]: the token at each place of the rows, any where there is none; ``keys`` [K]: the places of each
+    sequence's tokens; ``places`` [T]: those of the tokens that are computed for it. All are None where all sequences
+    are of M tokens of their own.
     """
 
-    def __init__(self, cu: Tensor, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.index: Tensor | None = None
+        self.keys: Tensor | None = None
         self.places: Tensor | None = None
-        lengths = cu.diff().long()
-        if bool((lengths == longest).all()):
+        lengths, longest = bounds.keys.diff().long(), bounds.longest
+        if bounds.key_index is None and bool((lengths == longest).all()):
             return
-        steps = torch.arange(longest, device=cu.device)
-        self.places = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
-        self.index = (cu[:-1, None].long() + steps).clamp(max=len(self.places) - 1).flatten()
+        steps = torch.arange(longest, device=lengths.device)
+        self.keys = self.places = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
+        self.index = (bounds.keys[:-1, None].long() + steps).clamp(max=len(self.keys) - 1).flatten()
+        if bounds.key_index is not None:
+            self.index = bounds.key_index[self.index]
+            n_before = lengths - bounds.tokens.diff()
+            is_own = (steps < lengths[:, None]) & (steps >= n_before[:, None])
+            self.places = is_own.flatten().nonzero()[:, 0]
 
     def add(self, x: Tensor) -> Tensor:
-        """Turn tokens [H, L, D] into rows [S, H, M, D]."""
-        rows = x.transpose(0, 1).flatten(1)  # [L, H * D]
+        """Turn tokens [H, T, D] into rows [S, H, M, D]."""
+        rows = x.transpose(0, 1).flatten(1)  # [T, H * D]
         if self.index is not None:
-            rows = _Pad.apply(rows, self.index, self.places)  # type: ignore[no-untyped-call]
-        return rows.reshape(-1, self.longest, len(x), x.shape[-1]).transpose(1, 2)
+            rows = _Pad.apply(rows, self.index, self.keys, self.bounds.key_index)  # type: ignore[no-untyped-call]
+        return rows.reshape(-1, self.bounds.longest, len(x), x.shape[-1]).transpose(1, 2)
 
     def remove(self, rows: Tensor) -> Tensor:
-        """Turn rows [S, H, M, D] into tokens [L, H, D]."""
+        """Turn rows [S, H, M, D] into tokens [T, H, D]."""
         tokens = rows.transpose(1, 2).flatten(0, 1)  # [S * M, H, D]
         return tokens if self.places is None else tokens.index_select(0, self.places)
 
@@ -161,19 +250,20 @@ class _Pad(torch.autograd.Function):
     """Takes rows by an index whose other rows are padding, without a gradient; so its backward pass takes them too."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, places: Tensor) -> Tensor:
-        ctx.places = places
+    def forward(ctx: Any, rows: Tensor, index: Tensor, keys: Tensor, key_index: Tensor | None) -> Tensor:
+        ctx.keys, ctx.key_index, ctx.n_rows = keys, key_index, len(rows)
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return slope.index_select(0, ctx.places), None, None
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        own = slope.index_select(0, ctx.keys)
+        return own if ctx.key_index is None else _add_up(own, ctx.key_index, ctx.n_rows), None, None, None
 
 
 @lru_cache(maxsize=1)  # tensors are keys by what they are, not by what they hold
-def _padding_of(cu: Tensor, longest: int) -> _Padding:
-    """Return the padding of sequences that begin at ``cu``, the same for every layer that is given the same tensor."""
-    return _Padding(cu, longest)
+def _padding_of(bounds: Bounds) -> _Padding:
+    """Return the padding of sequences with these bounds, the same for every layer that is given the same tensors."""
+    return _Padding(bounds)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -182,12 +272,11 @@ AttentionInterface.register(NAME, packed_attention)
 class _UncompiledAttention:
     """The attention of compiled layers: not compiled itself, and its bounds do not go through the layers.
 
-    Both change with every micro-batch, for which every layer would be compiled again. ``bounds`` [S + 1] and
-    ``longest`` stay until the next micro-batch, as checkpointing computes layers once more in the backward pass.
+    They change with every micro-batch, for which every layer would be compiled again. They stay until the next
+    micro-batch, as checkpointing computes layers once more in the backward pass.
     """
 
-    bounds: Tensor | None = None
-    longest: int = 0
+    bounds: Bounds | None = None
 
     def register(self) -> None:
         """Make it known to transformers by :data:`ASIDE`. Only where something is compiled: it imports the compiler."""
@@ -197,8 +286,8 @@ class _UncompiledAttention:
 
     def compute(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute :func:`packed_attention` with the bounds that were put aside."""
-        kwargs |= {"cu_seq_lens_q": self.bounds, "max_length_q": self.longest}
-        return packed_attention(module, query, key, value, *args, **kwargs)
+        assert self.bounds is not None, "sequences are laid end to end by gkd.modeling.backbone"
+        return packed_attention(module, query, key, value, *args, **(kwargs | self.bounds.arguments()))
 
 
 aside = _UncompiledAttention()

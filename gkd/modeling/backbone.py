@@ -1,6 +1,6 @@
 """A causal language model below its head: final hidden states of sequences laid end to end.
 
-Shapes: S sequences, L tokens in all, M the longest, D the hidden size.
+Shapes: S sequences, T tokens in all, M the longest, D the hidden size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,6 +19,8 @@ from gkd.errors import ConfigError, one_line
 from gkd.modeling import attention
 from gkd.modeling.architecture import can_pack, count_windowed_layers, exact_attention
 from gkd.modeling.head import Head, get_backbone
+from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.sequences import PackedSequences
 
 log = logging.getLogger("gkd")
 ROUNDED = 0.1
@@ -46,21 +49,19 @@ def is_packed(lm: PreTrainedModel) -> bool:
     return lm.config._attn_implementation in (attention.NAME, attention.ASIDE)
 
 
-def hidden_states(
-    lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> Tensor:
-    """Return final hidden states [L, D] of ``token_ids`` [L], S sequences laid end to end.
+def hidden_states(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
+    """Return final hidden states [T, D] of sequences laid end to end.
 
-    ``position_ids`` [L] count from each sequence's start; ``cu_seqlens`` [S + 1]: where each starts; ``max_seqlen``: M.
-    A model that cannot pack gets them as padded rows [S, M].
+    A model that cannot pack gets them as padded rows [S, M]; none of them may then lack its beginning.
     """
     if is_packed(lm):
-        return _run_packed(lm, token_ids, position_ids, cu_seqlens, max_seqlen)
-    lengths = cu_seqlens.diff()
-    steps = torch.arange(max_seqlen, device=lengths.device)
+        return _run_packed(lm, packed)
+    assert packed.key_index is None, "rows are whole sequences"
+    lengths = packed.cu_seqlens.diff()
+    steps = torch.arange(packed.max_seqlen, device=lengths.device)
     real = steps < lengths[:, None]  # [S, M]
     rows = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
-    rows[real] = token_ids
+    rows[real] = packed.token_ids
     return _run_below(lm, rows, attention_mask=real.long())[real]
 
 
@@ -68,12 +69,13 @@ def hidden_states(
 def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = False) -> None:
     """Have ``lm``, loaded with :func:`choose_attention`, take padded rows where packing does not work.
 
-    Two sequences are tried, of which one is how the other begins: their logits are to be those that transformers gives
-    for the longer one alone. A layer may keep where sequences begin from its attention, carry a state on, or count
-    positions by itself; an attention of its own may add to the scores; and a window may be in the mask alone,
-    which is not made then. Raises ConfigError, which begins with ``source``, where padded rows do no better: of models
-    that look at later tokens or are padded on the left, and of those that raise whatever it is. The latter may work on
-    the device that they are for, with ``computes_elsewhere``, and are padded, as nothing is known of them.
+    Sequences are tried that begin with others: their logits are to be those that transformers gives for the longest
+    alone, also where some have their beginning in common. A layer may keep where sequences begin from its attention,
+    carry a state on, or count positions by itself; an attention of its own may add to the scores; and a window may be
+    in the mask alone, which is not made then. Raises ConfigError, which begins with ``source``, where padded rows do no
+    better: of models that look at later tokens or are padded on the left, and of those that raise whatever it is. The
+    latter may work on the device that they are for, with ``computes_elsewhere``, and are padded, as nothing is known of
+    them.
     """
     family = lm.config.model_type
     try:
@@ -98,20 +100,20 @@ def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = Fal
 
 
 class _Trial:
-    """Two short sequences, ``lm``'s logits [L, V] of which are known: the first is how the second begins."""
+    """Short sequences that begin alike, whose logits are known: with that beginning in common, and without."""
 
-    lengths = 3, 5
+    lengths, n_shared = (3, 5, 4), (2, 0, 2)
 
     def __init__(self, lm: PreTrainedModel) -> None:
         self.lm = lm
-        short, long = self.lengths
-        ids = (7 * torch.arange(long, device=lm.device) + 1) % lm.config.get_text_config().vocab_size
-        self.token_ids = torch.cat([ids[:short], ids])
-        self.positions = torch.cat([torch.arange(n, device=lm.device) for n in self.lengths])
-        self.bounds = torch.tensor([0, short, short + long], dtype=torch.int32, device=lm.device)
+        ids = (7 * np.arange(max(self.lengths)) + 1) % lm.config.get_text_config().vocab_size
+        sequences = [ids[:n].astype(np.int32) for n in self.lengths]
+        self.shared, self.whole = (
+            PackedSequences.from_layout(SequenceLayout(sequences, n), lambda tensor: tensor.to(lm.device))
+            for n in (self.n_shared, [0] * len(sequences))
+        )
         with use_padded_rows(lm):
-            alone = lm(ids[None], use_cache=False).logits[0].float()
-        self.logits = torch.cat([alone[:short], alone])
+            self.alone = lm(torch.from_numpy(ids)[None].to(lm.device), use_cache=False).logits[0].float()
 
     @property
     def is_precise(self) -> bool:
@@ -119,10 +121,11 @@ class _Trial:
         return self.lm.dtype == torch.float32 and getattr(self.lm, "hf_quantizer", None) is None
 
     def relative_error(self) -> float:
-        """Return how far logits of both, as they are computed here, are from the known ones, beside their spread."""
-        hidden = hidden_states(self.lm, self.token_ids, self.positions, self.bounds, max(self.lengths))
-        off = (Head(self.lm)(hidden).float() - self.logits).norm()
-        spread = (self.logits - self.logits.mean(-1, keepdim=True)).norm()
+        """Return how far logits, as they are computed here, are from the known ones, beside their spread."""
+        packed = self.shared if is_packed(self.lm) else self.whole
+        logits = self.alone[packed.position_ids]
+        off = (Head(self.lm)(hidden_states(self.lm, packed)).float() - logits).norm()
+        spread = (logits - logits.mean(-1, keepdim=True)).norm()
         return 0.0 if off == 0 else float(off / spread)
 
     def packs(self) -> bool:
@@ -157,19 +160,15 @@ def use_padded_rows(lm: PreTrainedModel) -> Iterator[None]:
         lm.set_attn_implementation(before)
 
 
-def _run_packed(lm: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, bounds: Tensor, longest: int) -> Tensor:
+def _run_packed(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
+    starts = packed.cu_seqlens
+    keys = starts if packed.cu_keys is None else packed.cu_keys
+    bounds = attention.Bounds(starts, keys, packed.max_seqlen, packed.key_index)
     if lm.config._attn_implementation == attention.ASIDE:
-        attention.aside.bounds, attention.aside.longest = bounds, longest
-        return _run_below(lm, token_ids[None], position_ids=position_ids[None])[0]
-    return _run_below(
-        lm,
-        token_ids[None],
-        position_ids=position_ids[None],
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=longest,
-        max_length_k=longest,
-    )[0]
+        attention.aside.bounds, arguments = bounds, {}
+    else:
+        arguments = bounds.arguments()
+    return _run_below(lm, packed.token_ids[None], position_ids=packed.position_ids[None], **arguments)[0]
 
 
 def _run_below(lm: PreTrainedModel, token_ids: Tensor, **kwargs: Any) -> Tensor:

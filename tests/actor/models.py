@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from transformers import (
@@ -85,7 +87,23 @@ def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1,
     return samples
 
 
+def group(n: int, n_prompt: int, seed: int = 0) -> list[ScoredSample]:
+    """Samples of one prompt."""
+    rng = np.random.default_rng(seed)
+    prompt = Prompt(100 + seed, rng.integers(2, VOCAB, n_prompt).astype(np.int32), "")
+    samples = []
+    for i, one in enumerate(scored(n, seed=seed + 1)):
+        sample = one.sample
+        request = replace(sample.request, prompt=prompt, index=i)
+        again = Sample.single_turn(request, sample.sampled_ids, sample.sampled_logprobs, 0, "stop")
+        samples.append(replace(one, sample=again))
+    return samples
+
+
 def on_driver(ref: object, slot: int, scored: ScoredSample, advantage: float = 0.0) -> TrainingSample:
     """What the driver has of a sample that lies in an object store."""
     n = len(scored.sample.sampled_ids)
-    return training_sample(n_prompt=len(scored.sample.token_ids) - n, n=n, ref=ref, slot=slot, advantage=advantage)
+    prompt = scored.sample.request.prompt
+    return training_sample(
+        prompt_id=prompt.id, n_prompt=len(prompt.token_ids), n=n, ref=ref, slot=slot, advantage=advantage
+    )

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gkd.actor.group
-from gkd.actor.batches import balance_over_ranks
+from gkd.actor.batches import SampleLength, balance_over_ranks
 from gkd.actor.group import ActorGroup
 from gkd.actor.ranks import RELEASES_GIL
 from gkd.config import load
@@ -124,8 +124,9 @@ def test_the_time_of_an_update_is_that_of_the_slowest_rank_with_the_references_l
 def test_what_fits_is_what_every_rank_can_take_in_one_micro_batch(lengths: list[int], n_ranks: int) -> None:
     group: Any = range(n_ranks)
     actor = ActorGroup(group, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: group)
-    shares = balance_over_ranks(lengths, n_ranks)
-    assert actor.fits(lengths) == all(sum(lengths[i] for i in part) <= 60 or len(part) == 1 for part in shares)
+    samples = [training_sample(prompt_id=i, n_prompt=0, n=length) for i, length in enumerate(lengths)]
+    shares = balance_over_ranks([SampleLength(length) for length in lengths], n_ranks)
+    assert actor.fits(samples) == all(sum(lengths[i] for i in part) <= 60 or len(part) == 1 for part in shares)
 
 
 @pytest.mark.parametrize("n", [1, 2])

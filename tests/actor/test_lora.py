@@ -97,7 +97,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         if isinstance(model, Student):
             return model.head(model.compute_hidden(micro))
-        return model.eval()(micro.token_ids[None], use_cache=False).logits[0].float()
+        return model.eval()(micro.sequences.token_ids[None], use_cache=False).logits[0].float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gkd.actor.batches import pack
+from gkd.actor.batches import SampleLength, pack
 from gkd.actor.collate import collate
 from gkd.actor.compiling import compile_student
 from gkd.actor.loading import load
@@ -48,7 +48,7 @@ def micro_batches(n_tokens: int, seed: int) -> list[MicroBatch]:
             SampleRequest(prompt, 0, 0, Sampling(480)), ids, np.full(len(ids), np.nan, np.float32), 0, "stop"
         )
         samples.append(ScoredSample(sample))
-    parts = pack([len(one.sample.token_ids) for one in samples], n_tokens)
+    parts = pack([SampleLength(len(one.sample.token_ids)) for one in samples], n_tokens)
     return [collate([samples[i] for i in part], None, [1.0] * len(part), [1.0] * len(part)) for part in parts]
 
 

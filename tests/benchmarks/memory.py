@@ -33,7 +33,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     """GB beyond the start, and seconds of the second update."""
     import numpy as np
 
-    from gkd.actor.batches import pack
+    from gkd.actor.batches import SampleLength, pack
     from gkd.actor.collate import collate
     from gkd.actor.loading import load
     from gkd.actor.optimizer import adamw
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace, variant: dict[str, object]) -> dict[str
     for _ in range(2):
         began = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        for part in pack([length] * n, budget):
+        for part in pack([SampleLength(length)] * n, budget):
             weights = [1 / (n * response)] * len(part)
             micro = collate([samples[i] for i in part], k, weights, [0.0] * len(part))
             total, _ = student(micro, objective(micro, Algorithm(), Rollout(), 512))

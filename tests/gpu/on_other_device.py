@@ -43,7 +43,7 @@ from tests.actor import models
 from tests.data.models import word_tokenizer
 from tests.families import make
 from tests.gpu import other_device
-from tests.inference.test_torch_scorer import INFO, mixed, run, spec_of
+from tests.inference.test_torch_scorer import INFO, mixed, of_a_prompt, run, spec_of
 
 Figures = Iterator[Any]
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "latent": 0.05}
@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
 def scores(device: Device, directory: Path) -> Figures:
     """Score requests of every kind with the torch engine; on a GPU answers are taken apart during the next pass."""
     make("qwen2 tied", 0).save_pretrained(directory)
-    for target in run(TorchScorer(replace(spec_of(directory), device=device)), mixed()):
+    for target in run(TorchScorer(replace(spec_of(directory), device=device)), [*mixed(), *of_a_prompt(4, 20)]):
         yield from (target.token_logprobs, target.ids, target.logprobs)
 
 
@@ -104,7 +104,7 @@ def trains(
         config = compose([f"+recipe={recipe}", *(f"{name}={json.dumps(value)}" for name, value in values.items())])
         make_student().save_pretrained(directory)
         word_tokenizer().save_pretrained(directory)
-        scored = models.scored(6, models.VOCAB)
+        scored = [*models.scored(3, models.VOCAB), *models.group(3, n_prompt=5)]
         samples = [models.on_driver("ref", i, sample, (-1.0) ** i) for i, sample in enumerate(scored)]
         spans = [VersionSpan(s.n_tokens - s.n_sampled, s.n_tokens, 0) for s in samples]
         samples = [replace(s, versions=(span,)) for s, span in zip(samples, spans, strict=True)]

@@ -245,17 +245,23 @@ def varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Stand for the kernel that torch has on GPUs alone, [L, H, D]: the same mathematics in float32."""
-    assert isinstance(cu_seq_q, OnDevice) and cu_seq_q.dtype == torch.int32 and query.dtype == torch.bfloat16
+    """Stand for the kernel that torch has on GPUs alone, [T, H, D]: the same mathematics in float32.
+
+    Of a sequence with more keys than queries the last query is at the last key.
+    """
+    assert all(isinstance(bounds, OnDevice) and bounds.dtype == torch.int32 for bounds in (cu_seq_q, cu_seq_k))
+    assert query.dtype == torch.bfloat16
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256  # the kernel's result has the queries' width
-    ends, parts = cu_seq_q.tolist(), []
-    assert max_q == max_k == max(b - a for a, b in pairwise(ends))
-    for start, end in pairwise(ends):
-        q, k, v = (x[start:end].float().transpose(0, 1) for x in (query, key, value))
+    bounds, parts = [list(pairwise(ends.tolist())) for ends in (cu_seq_q, cu_seq_k)], []
+    assert max_q == max_k == max(b - a for a, b in bounds[1])
+    assert (len(query), len(key)) == (bounds[0][-1][1], bounds[1][-1][1])
+    for (start, end), (first, last) in zip(*bounds, strict=True):
+        q = query[start:end].float().transpose(0, 1)
+        k, v = (x[first:last].float().transpose(0, 1) for x in (key, value))
         k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
-        place = torch.arange(end - start, device=query.device)
-        back = place[:, None] - place
+        place = torch.arange(last - first, device=query.device)
+        back = place[start - end :, None] - place
         hidden = (back < 0) | (back > window_size[0]) if window_size[0] >= 0 else back < 0
         scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(hidden, -torch.inf)
         parts.append((scores.softmax(-1) @ v).transpose(0, 1))

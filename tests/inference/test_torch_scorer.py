@@ -99,6 +99,42 @@ def test_a_sequence_scores_the_same_bits_whatever_is_scored_beside_it(llama: tup
     assert all(same(a, b) and same(a, c) for a, b, c in zip(alone, together, again, strict=True))
 
 
+def of_a_prompt(n: int, n_prompt: int) -> list[ScoreRequest]:
+    """Responses of 10 to 12 tokens to one prompt, the last by spans with some between that are not scored."""
+    prompt = a_request(n_prompt, 0, 4, seed=7).token_ids
+    responses = [a_request(0, 10 + i % 3, 4, seed=i).token_ids for i in range(n)]
+    requests = [
+        ScoreRequest(np.concatenate([prompt, ids]), ((n_prompt, n_prompt + len(ids)),), 4 + i % 2)
+        for i, ids in enumerate(responses)
+    ]
+    return [*requests[:-1], replace(requests[-1], spans=((n_prompt, n_prompt + 3), (n_prompt + 5, n_prompt + 9)))]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen3_moe"])
+def test_a_prompt_is_computed_once_for_its_samples_which_score_the_same_bits(family: str, tmp_path: Path) -> None:
+    model = make(family, 0)
+    model.save_pretrained(tmp_path)
+    engine, n_computed = TorchScorer(spec_of(tmp_path)), list[int]()
+    engine.model.get_input_embeddings().register_forward_hook(lambda _, args, __: n_computed.append(args[0].numel()))
+    requests = [*of_a_prompt(4, n_prompt=20), a_request(20, 11, 4, seed=3)]
+    alone = [run(engine, [request])[0] for request in requests]
+    n_computed.clear()
+    together = run(engine, requests)
+    n_tokens = sum(len(request.token_ids) for request in requests)
+    assert n_computed == [n_tokens - 3 * 20]
+    assert all(map(same, alone, together)) or family == "qwen3_moe"  # of experts, rows are added in another order
+    for request, target in zip(requests, together, strict=True):
+        check(request, target, model)
+
+
+def test_more_samples_of_a_prompt_fit_into_a_pass(llama: tuple[Path, Any]) -> None:
+    """Of which the prompt counts once, and twice as many keys as tokens are enough."""
+    engine = TorchScorer(replace(spec_of(llama[0]), max_num_batched_tokens=100))
+    targets = run(engine, of_a_prompt(8, n_prompt=20))
+    assert engine.forward_passes == 2  # of 6 and 2, for 6 times 32 are 192
+    assert all(map(same, targets, run(TorchScorer(spec_of(llama[0])), of_a_prompt(8, n_prompt=20))))
+
+
 def test_a_pass_has_a_bound_and_one_longer_sequence_still_runs(llama: tuple[Path, Any]) -> None:
     requests = [a_request(2, 30, 4, seed=i) for i in range(8)]
     engine = TorchScorer(replace(spec_of(llama[0]), max_num_batched_tokens=64))
@@ -212,7 +248,7 @@ def test_rows_of_a_pass_have_a_bound_padding_included(tmp_path: Path) -> None:
 def a_scorer(*waiting: ScoreRequest | GenerateRequest) -> Any:
     """One without a model, for which these wait."""
     scorer: Any = object.__new__(TorchScorer)
-    scorer.device, scorer._is_packed, scorer._n_tokens = "cpu", True, 1000
+    scorer.device, scorer._is_packed, scorer._shares_prompts, scorer._n_tokens = "cpu", True, True, 1000
     scorer.limits = Limits("teacher", "", 200, 8, 128, 64)
     scorer._waiting = deque(enumerate(waiting))
     return scorer

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.actor.batches import balance_over_ranks, pack
+from gkd.actor.batches import SampleLength, balance_over_ranks, count_tokens, pack
 from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student
@@ -29,7 +29,7 @@ lengths = st.lists(st.integers(1, 300), max_size=60)
 @given(lengths, st.integers(1, 400), st.booleans())
 def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: int, padded: bool) -> None:
     """Padding counts where the model is given rows: one long sequence makes many short ones as long."""
-    bins = pack(sizes, budget, padded)
+    bins = pack([SampleLength(size) for size in sizes], budget, padded)
     assert sorted(i for part in bins for i in part) == list(range(len(sizes)))
     for part in bins:
         own = [sizes[i] for i in part]
@@ -38,11 +38,64 @@ def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: i
 
 @given(lengths, st.integers(1, 9))
 def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(sizes: list[int], ranks: int) -> None:
-    shares = balance_over_ranks(sizes, ranks)
+    shares = balance_over_ranks([SampleLength(size) for size in sizes], ranks)
     assert len(shares) == ranks
     assert sorted(i for part in shares for i in part) == list(range(len(sizes)))
     loads = [sum(sizes[i] for i in part) for part in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+prompts = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), max_size=40)  # number, and tokens of a response
+
+
+def of_prompts(samples: list[tuple[int, int]]) -> list[SampleLength]:
+    """Samples whose prompts have tokens in common, 30 more with each number; the first has none."""
+    return [SampleLength(30 * prompt + response, prompt, 30 * prompt) for prompt, response in samples]
+
+
+@given(prompts, st.integers(1, 400))
+def test_packs_of_samples_with_common_prompts_stay_within_the_budget(
+    samples: list[tuple[int, int]], budget: int
+) -> None:
+    lengths = of_prompts(samples)
+    bins = pack(lengths, budget)
+    assert sorted(i for part in bins for i in part) == list(range(len(lengths)))
+    for part in bins:
+        n_tokens = sum(lengths[i].n_tokens - lengths[i].n_prompt for i in part)
+        n_tokens += sum({lengths[i].prompt_id: lengths[i].n_prompt for i in part}.values())
+        assert count_tokens(part, lengths) == n_tokens
+        assert n_tokens <= budget or len(part) == 1
+        assert sum(lengths[i].n_tokens for i in part) <= 2 * budget or len(part) == 1
+
+
+def test_samples_of_a_prompt_share_a_micro_batch() -> None:
+    """Also where prompts come one after the other, as groups do, and where one is more than a micro-batch holds."""
+    lengths = [SampleLength(130, prompt, 100) for _ in range(8) for prompt in range(3)]
+    bins = pack(lengths, 700)
+    assert [{lengths[i].prompt_id for i in part} for part in bins] == [{0, 1}, {1, 2}, {2}]
+    assert sum(count_tokens(part, lengths) for part in bins) == 24 * 30 + 5 * 100
+    assert len(pack([SampleLength(130) for _ in lengths], 700)) == 5
+
+
+@given(prompts, st.integers(1, 5))
+def test_common_prompts_leave_no_rank_more_than_it_would_have_without(
+    samples: list[tuple[int, int]], ranks: int
+) -> None:
+    lengths = of_prompts(samples)
+    shares = balance_over_ranks(lengths, ranks)
+    assert sorted(i for part in shares for i in part) == list(range(len(lengths)))
+    apart = balance_over_ranks([SampleLength(length.n_tokens) for length in lengths], ranks)
+    assert max(count_tokens(part, lengths) for part in shares) <= max(count_tokens(part, lengths) for part in apart)
+
+
+@pytest.mark.parametrize(("n_prompts", "n", "ranks", "busiest"), [(8, 8, 4, 680), (1, 8, 4, 160), (3, 8, 4, 340)])
+def test_a_prompt_goes_to_one_rank_unless_others_would_be_idle(
+    n_prompts: int, n: int, ranks: int, busiest: int
+) -> None:
+    """Prompts of 100 tokens, responses of 30: two prompts a rank; two samples a rank; one prompt, or half of one."""
+    lengths = [SampleLength(130, prompt, 100) for prompt in range(n_prompts) for _ in range(n)]
+    shares = balance_over_ranks(lengths, ranks)
+    assert max(count_tokens(part, lengths) for part in shares) == busiest
 
 
 def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> None:
@@ -50,8 +103,9 @@ def test_collate_has_a_row_for_every_response_token_and_none_after_the_end() -> 
     micro = micro_batch(samples)
     response = torch.cat([torch.from_numpy(s.sample.sampled_ids) for s in samples])
     assert len(micro.rows) == len(response)
-    assert torch.equal(micro.token_ids[micro.rows + 1], response.long())  # each row predicts its response token
-    last = micro.cu_seqlens[1:].long() - 1
+    token_ids = micro.sequences.token_ids
+    assert torch.equal(token_ids[micro.rows + 1], response.long())  # each row predicts its response token
+    last = micro.sequences.cu_seqlens[1:].long() - 1
     assert not torch.isin(micro.rows, last).any()  # what follows the last token of a sequence is never predicted
 
 
@@ -63,24 +117,15 @@ def test_rows_of_the_student_that_a_whole_teacher_lacks_are_next_to_impossible()
     check_targets(models.VOCAB + 64, targets)
 
 
-@given(st.integers(0, 60))
-def test_padding_is_more_sequences_no_longer_than_the_others(n_more: int) -> None:
-    micro = micro_batch(models.scored(5))
-    n, n_sequences = len(micro.token_ids), len(micro.cu_seqlens)
-    padded = micro.pad(n + n_more)
-    assert torch.equal(padded.token_ids[:n], micro.token_ids) and len(padded.token_ids) == n + n_more
-    assert torch.equal(padded.cu_seqlens[:n_sequences], micro.cu_seqlens) and padded.cu_seqlens[-1] == n + n_more
-    own = padded.cu_seqlens[n_sequences - 1 :].diff().tolist()
-    assert all(0 < length <= micro.max_seqlen for length in own)
-    assert padded.position_ids[n:].tolist() == [i for length in own for i in range(length)]
-
-
 def micro_batch(
-    samples: list[ScoredSample], weights: Sequence[float] | None = None, advantage: float = 1.0
+    samples: list[ScoredSample],
+    weights: Sequence[float] | None = None,
+    advantage: float = 1.0,
+    shared: bool = False,
 ) -> MicroBatch:
     """One micro-batch, its tokens weighted 1 unless told otherwise, with advantages of either sign."""
     advantages = [advantage * (-1.0) ** s.sample.request.prompt.id for s in samples]
-    return collate(samples, models.VOCAB, weights or [1.0] * len(samples), advantages)
+    return collate(samples, models.VOCAB, weights or [1.0] * len(samples), advantages, shared=shared)
 
 
 def gradients(
@@ -125,18 +170,44 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
     expected = 0.0
     for s, weight in zip(samples, weights, strict=True):
         micro = micro_batch([s], [weight])
-        logits = plain(micro.token_ids[None], use_cache=False).logits[0][micro.rows]
+        logits = plain(micro.sequences.token_ids[None], use_cache=False).logits[0][micro.rows]
         value, _ = objective(micro, algorithm, Rollout(n=2), 1024)(logits, lambda x: x)
         value.backward()
         expected += value.item()
     reference = {f"lm.{n}": p.grad for n, p in plain.named_parameters()}
-    parts = pack([len(s.sample.token_ids) for s in samples], 40)
+    parts = pack([SampleLength(len(s.sample.token_ids)) for s in samples], 40)
     assert 1 < len(parts) < len(samples)
     batches = [micro_batch([samples[i] for i in part], [weights[i] for i in part]) for part in parts]
     total, grads = gradients(student, batches, algorithm, chunk=5)
     assert total == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert grads.keys() == reference.keys()
     for key, value in reference.items():
+        torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=key)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, "reverse_kl") for family in models.FAMILIES if family != "gemma2"),
+        ("llama", "grpo"),
+        ("gpt2", "gspo"),
+    ],
+)
+def test_gradient_of_a_group_is_the_same_with_its_prompt_once(family: str, name: str, tmp_path) -> None:
+    """Prompts are computed once each, in whatever order their samples come, and the gradient is that of each alone."""
+    models.make(family).save_pretrained(tmp_path)
+    student, algorithm = load(tmp_path), OBJECTIVES[name]
+    samples = [*models.group(3, n_prompt=6), *models.scored(2), *models.group(2, n_prompt=9, seed=1)]
+    samples = [samples[i] for i in (0, 5, 3, 1, 6, 2, 4)]
+    weights = token_weights([len(s.sample.sampled_ids) for s in samples], [True] * 7, "token_mean", 12)
+    shared = micro_batch(samples, weights, shared=True)
+    n_tokens = sum(len(s.sample.token_ids) for s in samples)
+    assert len(shared.sequences) == n_tokens - 2 * 6 - 9
+    apart = [micro_batch([sample], [weight]) for sample, weight in zip(samples, weights, strict=True)]
+    total, expected = gradients(student, apart, algorithm)
+    again, grads = gradients(student, [shared], algorithm, chunk=5)
+    assert again == pytest.approx(total, rel=1e-5, abs=1e-7)
+    for key, value in expected.items():
         torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=key)
 
 
@@ -190,10 +261,11 @@ def test_head_never_sees_more_than_a_chunk_of_positions(tmp_path) -> None:
 
 def test_packed_attention_refuses_what_it_does_not_compute() -> None:
     x = torch.zeros(1, 2, 3, 4)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    bounds = attention.Bounds(starts, starts, 3).arguments()
     with pytest.raises(ValueError, match="softcap"):
-        attention.packed_attention(torch.nn.Module(), x, x, x, None, cu_seq_lens_q=bounds, max_length_q=3, softcap=30.0)
+        attention.packed_attention(torch.nn.Module(), x, x, x, None, **bounds, softcap=30.0)
     with pytest.raises(ValueError, match="attention_mask"):  # of the model's own, which packing would leave out
-        attention.packed_attention(torch.nn.Module(), x, x, x, torch.zeros(3, 3), cu_seq_lens_q=bounds, max_length_q=3)
+        attention.packed_attention(torch.nn.Module(), x, x, x, torch.zeros(3, 3), **bounds)
     with pytest.raises(ValueError, match="bounds"):
         attention.packed_attention(torch.nn.Module(), x, x, x, None)

@@ -11,6 +11,7 @@ from gkd.config import Algorithm, Rollout, load
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import logprobs, objective
 from gkd.losses.targets import PositionTargets
+from gkd.modeling.sequences import PackedSequences
 from tests.actor import models
 
 
@@ -29,8 +30,8 @@ def every_token(
     drawn = torch.where(sampler > 0, sampler, 1.0)
     none = torch.zeros(n, 0)
     micro = MicroBatch(
-        token_ids=torch.zeros(n, dtype=torch.int64), position_ids=torch.zeros(n, dtype=torch.int64),
-        cu_seqlens=torch.arange(n + 1), max_seqlen=1, rows=torch.arange(n), bounds=torch.arange(n + 1),
+        sequences=PackedSequences(*torch.zeros(2, n, dtype=torch.int64), torch.arange(n + 1), 1),
+        rows=torch.arange(n), bounds=torch.arange(n + 1),
         response_ids=torch.arange(n), weights=sampler, advantages=advantages, sampler_logprobs=drawn.log(),
         old_logprobs=old, reference_logprobs=reference,
         targets=PositionTargets(torch.arange(n), teacher, none.long(), none),

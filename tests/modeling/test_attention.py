@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.modeling import attention
 from gkd.modeling.backbone import hidden_states, is_packed, pack_or_pad
+from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.sequences import PackedSequences
 from tests.families import config_of
 
 KEYS, QUERIES, SIZE = 2, 14, 16
@@ -27,12 +31,14 @@ def torch_2_11(
 ) -> Tensor:  # fmt: skip
     """Causal attention with the arguments of torch 2.11, where groups of heads are implicit."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]  # the result has the queries' width
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
+    assert max_q == max_k and len(key) == cu_seq_k[-1] and len(query) == cu_seq_q[-1]
     assert window_size[1] == 0
     window = None if window_size[0] < 0 else window_size[0] + 1
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    return attention._attend_padded(q, k, v, scale, window, cu_seq_q, max_q)
+    q_bounds, k_bounds = (pairwise(bounds.tolist()) for bounds in (cu_seq_q, cu_seq_k))
+    pairs = [(slice(*own), slice(*seen)) for own, seen in zip(q_bounds, k_bounds, strict=True)]
+    return torch.cat(
+        [by_hand(query[own], key[seen], value[seen], scale or query.shape[-1] ** -0.5, window) for own, seen in pairs]
+    )
 
 
 def torch_2_13(
@@ -56,7 +62,7 @@ def test_every_supported_torch_is_called_as_it_wants(
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     torch.manual_seed(0)
     q, k, v = (torch.randn(int(BOUNDS[-1]), heads, SIZE) for heads in (n_query, KEYS, KEYS))
-    out = attention._variable_length(q, k, v, 0.3, window, BOUNDS, 7)
+    out = attention._variable_length(q, k, v, 0.3, window, attention.Bounds(BOUNDS, BOUNDS, 7))
     for start, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
         expected = by_hand(q[start:end], k[start:end], v[start:end], 0.3, window)
         torch.testing.assert_close(out[start:end], expected, rtol=1e-5, atol=1e-6)
@@ -70,7 +76,7 @@ def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     torch.manual_seed(0)
     q, k, v = (torch.randn(11, KEYS, size, requires_grad=True) for size in (24, 24, 16))
-    out = attention._variable_length(q, k, v, 0.3, None, BOUNDS, 7)
+    out = attention._variable_length(q, k, v, 0.3, None, attention.Bounds(BOUNDS, BOUNDS, 7))
     assert out.shape == (11, KEYS, 16)
     bounds = zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True)
     expected = torch.cat([by_hand(q[a:b], k[a:b], v[a:b], 0.3, None) for a, b in bounds])
@@ -81,9 +87,67 @@ def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
         torch.testing.assert_close(own, others, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("size", [SIZE, 24])  # of keys; values have the former
+def test_sequences_that_begin_alike_attend_to_one_copy_of_it(
+    window: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel and by padding, forward and backward, as if each sequence had its own."""
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=torch_2_13))
+    sequences = [np.concatenate([np.arange(4), [9] * n]).astype(np.int32) for n in (2, 5, 1)]
+    layout = SequenceLayout([sequences[0], np.arange(7, 14, dtype=np.int32), *sequences[1:]], [4, 0, 4, 4])
+    packed = PackedSequences.from_layout(layout)
+    assert packed.cu_keys is not None and packed.key_index is not None
+    bounds = attention.Bounds(packed.cu_seqlens, packed.cu_keys, packed.max_seqlen, packed.key_index)
+    torch.manual_seed(0)
+    widths = ((QUERIES, size), (KEYS, size), (KEYS, SIZE))
+    q, k, v = (torch.randn(len(packed), heads, width, requires_grad=True) for heads, width in widths)
+    whole = [x[packed.key_index].split(packed.cu_keys.diff().tolist()) for x in (q, k, v)]
+    rows = [by_hand(*own, 0.3, window) for own in zip(*whole, strict=True)]
+    expected = torch.cat([row[-n:] for row, n in zip(rows, packed.cu_seqlens.diff().tolist(), strict=True)])
+    transposed = (x.transpose(0, 1) for x in (q, k, v))
+    padded = attention._attend_padded(next(transposed), next(transposed), next(transposed), 0.3, window, bounds)
+    kernels = attention._variable_length(q, k, v, 0.3, window, bounds)
+    slope = torch.randn_like(expected)
+    theirs = torch.autograd.grad(expected, (q, k, v), slope)
+    for out in (padded, kernels):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+        for own, others in zip(torch.autograd.grad(out, (q, k, v), slope), theirs, strict=True):
+            torch.testing.assert_close(own, others, rtol=1e-4, atol=1e-5)
+
+
+def first_query_at_the_first_key(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """As flash attention was before 2.1."""
+    bounds = zip(*(pairwise(its.tolist()) for its in arguments[:2]), strict=True)
+    return torch.cat(
+        [by_hand(query[a:b], key[c:][: b - a], value[c:][: b - a], 0.125, None) for (a, b), (c, _) in bounds]
+    )
+
+
+def refused(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("FlashAttention needs an Ampere GPU")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shares"), [(torch_2_13, True), (first_query_at_the_first_key, False), (refused, False)]
+)
+def test_prompts_are_shared_where_the_kernel_is_found_to_take_them(
+    kernel: Callable[..., Tensor], shares: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
+    measure = attention._measure_shared_error
+    monkeypatch.setattr(attention, "_measure_shared_error", lambda _: measure("cpu"))
+    attention.can_share_beginnings.cache_clear()
+    try:
+        assert attention.can_share_beginnings("cuda") == shares
+    finally:
+        attention.can_share_beginnings.cache_clear()
+    assert len(caplog.messages) == (not shares)
+
+
 def test_a_mask_of_the_models_own_is_refused_and_not_left_out() -> None:
     q, k, v = (torch.randn(1, KEYS, 11, SIZE) for _ in range(3))
-    bounds: dict[str, Any] = {"cu_seq_lens_q": BOUNDS, "max_length_q": 7}
+    bounds = attention.Bounds(BOUNDS, BOUNDS, 7).arguments()
     attention.packed_attention(torch.nn.Identity(), q, k, v, None, **bounds)
     with pytest.raises(ValueError, match="attention_mask"):
         attention.packed_attention(torch.nn.Identity(), q, k, v, torch.zeros(1, 1, 11, 11), **bounds)
@@ -148,10 +212,10 @@ def test_a_model_that_the_cpu_cannot_try_is_padded(monkeypatch: pytest.MonkeyPat
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention of one sequence, head by head."""
-    steps = torch.arange(len(q))
-    behind = steps[:, None] - steps
-    seen = (behind >= 0) & (behind < (window or len(q)))
+    """Causal attention of one sequence, head by head, the last query at the last key."""
+    steps = torch.arange(len(k))
+    behind = steps[-len(q) :, None] - steps
+    seen = (behind >= 0) & (behind < (window or len(k)))
     group = q.shape[1] // k.shape[1]
     heads = []
     for head in range(q.shape[1]):
@@ -173,7 +237,7 @@ def test_a_window_that_only_the_mask_knows_is_kept(family: str, packs: bool) -> 
     assert is_packed(model) == packs
     ids, bounds = torch.arange(length) + 1, torch.tensor([0, length], dtype=torch.int32)
     with torch.no_grad():
-        ours = hidden_states(model, ids, torch.arange(length), bounds, length)
+        ours = hidden_states(model, PackedSequences(ids, torch.arange(length), bounds, length))
         model.set_attn_implementation("eager")
         theirs = model.model(ids[None], use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

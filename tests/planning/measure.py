@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from gkd.actor.batches import pack
+from gkd.actor.batches import SampleLength, pack
 from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student
@@ -21,19 +21,24 @@ from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Tar
 from tests.planning.tensor_bytes import TensorBytes
 
 
-def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | None) -> list[ScoredSample]:
-    """Random samples of these lengths, the last ``response`` tokens theirs; K targets each, none where k is None."""
+def samples(lengths: Sequence[int], response: int, vocabulary: int, k: int | None, n: int = 1) -> list[ScoredSample]:
+    """Random samples of these lengths, the last ``response`` tokens theirs; K targets each, none where k is None.
+
+    ``n`` neighbours, of the same length, are samples of one prompt.
+    """
     rng = np.random.default_rng(0)
-    scored = []
+    scored: list[ScoredSample] = []
     for i, length in enumerate(lengths):
         ids = rng.integers(0, vocabulary, length).astype(np.int32)
+        if i % n:
+            ids[: length - response] = scored[-1].sample.request.prompt.token_ids
         target = None
         if k is not None:
             top = (np.arange(k, dtype=np.int32) + np.zeros((response, 1), np.int32)) % vocabulary
             logprobs = np.full((response, k), np.log(0.9 / max(k, 1)), dtype=np.float32)
             tail = np.full(response, np.log(0.1), dtype=np.float32)
             target = Target(np.full(response, -3, np.float32), top, logprobs, tail_logprobs=tail)
-        request = SampleRequest(Prompt(i, ids[: length - response], ""), 0, 0, Sampling(response))
+        request = SampleRequest(Prompt(i // n, ids[: length - response], ""), i % n, 0, Sampling(response))
         sampled = np.full(response, -3, np.float32)
         reference = np.full(response, -3, np.float32)
         sample = Sample.single_turn(request, ids[length - response :], sampled, 0, "stop")
@@ -60,7 +65,11 @@ def peak_of_update(student: Student, run: Config, scored: Sequence[ScoredSample]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     moments = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    lengths = [len(s.sample.token_ids) for s in scored]
+    prompts = [s.sample.request.prompt for s in scored]
+    lengths = [
+        SampleLength(len(s.sample.token_ids), prompt.id, len(prompt.token_ids))
+        for s, prompt in zip(scored, prompts, strict=True)
+    ]
     n = sum(len(s.sample.sampled_ids) for s in scored)
     tensors = TensorBytes(resizing)
     with tensors:
@@ -77,6 +86,6 @@ def _accumulate(scored: Sequence[ScoredSample], student: Student, run: Config, n
     # In a function, as in the worker's loop, whose names are bound anew with every micro-batch.
     k = None if scored[0].teacher is None else scored[0].teacher.ids.shape[1]
     weights: list[Any] = [1 / n] * len(scored)
-    micro = collate(scored, k, weights, [1.0] * len(scored))
+    micro = collate(scored, k, weights, [1.0] * len(scored), shared=True)
     total, _ = student(micro, objective(micro, run.algorithm, run.rollout, run.actor.loss_chunk))
     total.backward()

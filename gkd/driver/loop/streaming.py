@@ -25,7 +25,6 @@ class BatchStream:
         self._unit = config.rollout.n if config.algorithm.policy_weight else 1
         self._arrived: list[TrainingSample] = []  # of a group that is not whole yet
         self._chunk: list[TrainingSample] = []
-        self._lengths: list[int] = []  # in tokens, of the chunk
 
     def feed(self, samples: Sequence[TrainingSample]) -> None:
         """Take the next samples of the batch, in its order."""
@@ -34,12 +33,10 @@ class BatchStream:
         n_whole = len(self._arrived) - len(self._arrived) % self._unit
         for start in range(0, n_whole, self._unit):
             group = self._arrived[start : start + self._unit]
-            lengths = [sample.n_tokens for sample in group]
-            if self._chunk and not self.actor.fits(self._lengths + lengths):
+            if self._chunk and not self.actor.fits(self._chunk + group):
                 whole.append(self._chunk)
-                self._chunk, self._lengths = [], []
+                self._chunk = []
             self._chunk += assign_advantages(self.config, group)
-            self._lengths += lengths
         del self._arrived[:n_whole]
         self._hand_over(whole)
 

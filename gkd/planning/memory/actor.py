@@ -39,12 +39,14 @@ class MicroBatchSize:
     """Holds the size of one micro-batch: ``tokens``, ``positions`` of responses, K ``targets`` at each of these.
 
     ``alone``: it is the only one of its optimizer step, so no gradient is there before its backward pass.
+    ``more_keys``: keys of its attention beside those of its tokens, where samples have a prompt in common.
     """
 
     tokens: int
     positions: int
     targets: int = 0
     alone: bool = False
+    more_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,13 @@ def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> di
     a_token = kept.outside
     for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
         a_token += layers.count * (c * shape.hidden if training.config.actor.gradient_checkpointing else layer_bytes)
+    at_once = 1 if training.config.actor.gradient_checkpointing else shape.n_layers
+    heads = shape.kv_heads + (shape.heads if training.on_cpu else 0)  # there queries and results are copied, too
+    copied = 2 * c * heads * shape.head_dim * micro.more_keys * at_once
     gathered = c * (shape.n_root if training.sharded else count_copied_numbers(shape, training))  # layers' come and go
     return {
         "gathered weights": float(gathered),
-        "activations": a_token * micro.tokens,
+        "activations": a_token * micro.tokens + copied,
         "targets": float(micro.positions * micro.targets * (8 + F32)),  # ids are int64
     }
 

@@ -16,6 +16,7 @@ from gkd.config import TRANSFERS, Engine, Pool, RewardModel, Rollout, Scorer
 from gkd.config.actor import pack_size
 from gkd.config.device import GB, GIB, RESULT_ENTRY_BYTES, EngineLoad
 from gkd.errors import ConfigError, one_line
+from gkd.modeling.layout import MOST_KEYS
 from gkd.planning.layout import F32, Layout, engine_class
 from gkd.planning.memory.actor import (
     MicroBatchSize,
@@ -88,8 +89,22 @@ def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     alone = tokens == whole
     if actor.compile is not False and not layout.hardware.is_cpu:  # one longer than the budget is padded beyond it
         tokens = pack_size(tokens, actor.micro_batch_tokens)
-    part = workload.response / workload.length
-    return MicroBatchSize(tokens, max(1, round(tokens * part)), workload.top_k, alone=alone)
+    computed = workload.response + workload.prompt / samples_a_prompt(layout, world)  # of a sample
+    keys = min(tokens * (workload.length / computed - 1), (MOST_KEYS - 1) * actor.micro_batch_tokens)
+    positions = max(1, round(tokens * workload.response / computed))
+    return MicroBatchSize(tokens, positions, workload.top_k, alone=alone, more_keys=round(keys))
+
+
+def samples_a_prompt(layout: Layout, world: int) -> float:
+    """Count the samples of a micro-batch that are computed with one prompt: 1 where each is with its own."""
+    workload, actor = layout.workload, layout.config.actor
+    if not actor.share_prompts:
+        return 1.0
+    mini = min(actor.mini_batch_size or workload.samples, workload.samples)
+    n = min(workload.samples / workload.prompts, -(-mini // world))
+    by_tokens = (actor.micro_batch_tokens - workload.prompt) / workload.response
+    held = max(1.0, min(by_tokens, MOST_KEYS * actor.micro_batch_tokens / workload.length) // 1)
+    return max(1.0, n / math.ceil(n / held))
 
 
 def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
@@ -229,7 +244,8 @@ def _count_unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer
         pass_bytes=_pass_bytes(shape, layout.compute_bytes),
         n_sequences=min(engine.slots, workload.samples) if isinstance(engine, Rollout) else engine.max_num_seqs,
         longest=longest,
-        scored=workload.response / workload.length,
+        # At most, where all samples of a prompt are scored together.
+        scored=workload.response / (workload.response + workload.prompt * workload.prompts / workload.samples),
         top_k=_largest_top_k(layout, group, shape),
     )
     on_cpu = ENGINE_PROCESS if isinstance(engine, Rollout) else ACTOR_PROCESS

@@ -294,7 +294,7 @@ class _Simulation:
         updating = self.run.updating
         while self.fed in batch.delivered and batch.delivered.issuperset(range(self.fed, self.fed + updating.unit)):
             unit = batch.samples[self.fed : self.fed + updating.unit]
-            tokens = sum(self.run.prompt + sample.length for sample in unit)
+            tokens = sum(self.run.trained_prompt + sample.length for sample in unit)
             if updating.chunk_tokens is not None and self.chunk and self.chunk + tokens > updating.chunk_tokens:
                 self.chunks.append(self.chunk)
                 self.chunk, self.began = 0.0, True
@@ -310,7 +310,8 @@ class _Simulation:
         if self.computing or not (self.began or self.prepared):
             return
         if self.chunks:
-            share = self.chunks.popleft() / (self.run.mean_tokens * len(self.batches[self.step].samples))
+            mean_tokens = self.run.mean_tokens - self.run.prompt + self.run.trained_prompt
+            share = self.chunks.popleft() / (mean_tokens * len(self.batches[self.step].samples))
             self._occupy(self.run.updating.accumulate_s * share * self.pace.update, self._compute)
         elif self.prepared:
             self._occupy(self.run.updating.apply_s * self.pace.update, self._end_update)

@@ -46,7 +46,7 @@ class TrainingGroup:
     steps.
 
     ``chunk_tokens`` are accumulated at a time while a batch is being sampled; None: the whole batch, once it is there.
-    A chunk holds whole groups of ``unit`` samples.
+    A chunk holds whole groups of ``unit`` samples, and computes a prompt for so many of its samples together.
     """
 
     accumulate_s: float
@@ -54,6 +54,7 @@ class TrainingGroup:
     sync_s: float
     chunk_tokens: float | None = None
     unit: int = 1
+    samples_a_prompt: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,11 @@ class SimulatedRun:
     shares: Mapping[str, float] = field(default_factory=dict)
     driver: DriverTimes = field(default_factory=DriverTimes)
     paces: Sequence[Pace] = ()
+
+    @property
+    def trained_prompt(self) -> float:
+        """Count the tokens of a sample's prompt that the actor computes for it."""
+        return self.prompt / self.updating.samples_a_prompt
 
 
 def slowness(share: float, load: float) -> float:

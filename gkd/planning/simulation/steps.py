@@ -19,7 +19,7 @@ from gkd.config.cluster import TRANSFERS
 from gkd.config.groups import OVERBOOKED
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
-from gkd.planning.memory.pools import count_concurrent_sequences, slots_of
+from gkd.planning.memory.pools import count_concurrent_sequences, samples_a_prompt, slots_of
 from gkd.planning.simulation.events import simulate
 from gkd.planning.simulation.run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.planning.simulation.stages import (
@@ -76,6 +76,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
             sync_s=sync_s(layout, world, trainer.nnodes) * factors.sync,
             chunk_tokens=chunk,
             unit=scale.n if config.algorithm.policy_weight else 1,
+            samples_a_prompt=samples_a_prompt(layout, world),
         ),
         max_staleness=staleness,
         in_flight=schedule.in_flight and staleness > 0,

@@ -26,8 +26,8 @@ class PlayedActor:
         self.chunks: list[list[TrainingSample]] = []
         self.updated: list[Any] = []
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return sum(lengths) <= 60
+    def fits(self, samples: Sequence[TrainingSample]) -> bool:
+        return sum(sample.n_tokens for sample in samples) <= 60
 
     def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
         assert chunks

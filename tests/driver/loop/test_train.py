@@ -30,7 +30,7 @@ from gkd.durable import DirectoryIdentity
 from gkd.errors import RunFailed
 from gkd.observability.metrics import JsonLines
 from gkd.observability.timeline import Timeline
-from gkd.types import SampleRequest, VersionSpan
+from gkd.types import SampleRequest, TrainingSample, VersionSpan
 from tests.driver.loop.test_collect import PROMPTS, Engines, grpo
 from tests.samples import training_sample
 
@@ -102,8 +102,8 @@ class Played:
         self.arrays += [weakref.ref(sample.ref) for sample in held]
         yield held
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return len(lengths) <= self.most
+    def fits(self, samples: Sequence[TrainingSample]) -> bool:
+        return len(samples) <= self.most
 
     def accumulate(self, chunks: Sequence[Sequence[Any]]) -> None:
         self.calls += [("accumulate", self.step) for _ in chunks]

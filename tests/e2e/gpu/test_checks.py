@@ -32,11 +32,11 @@ def test_the_comparison_of_attentions_sees_what_is_wrong(monkeypatch: pytest.Mon
 
     lengths = (1, 40, 7)
     assert 1e-4 < difference(4, 2, 16, 9, 16, "cpu", lengths) < MOST
-    assert 1e-4 < difference(4, 4, 24, None, 16, "cpu", lengths) < MOST
+    assert 1e-4 < difference(4, 4, 24, None, 16, "cpu", lengths, 5) < MOST
     plain = attention._attend_padded
 
-    def wrong(q, k, v, scale, window, cu, longest):
-        return plain(q, k, v, scale, window if q.dtype.itemsize == 4 else window + 1, cu, longest)
+    def wrong(q, k, v, scale, window, bounds):
+        return plain(q, k, v, scale, window if q.dtype.itemsize == 4 else window + 1, bounds)
 
     monkeypatch.setattr(attention, "_attend_padded", wrong)
     assert difference(4, 2, 16, 9, 16, "cpu", lengths) > MOST

@@ -1,13 +1,20 @@
-"""Packed attention in bfloat16 against padded attention in float32, forward and backward."""
+"""Packed attention in bfloat16 against padded attention in float32, forward and backward.
+
+Once every sequence has its own tokens, once some begin with the same ones, which are there once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gkd.modeling import attention
+from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.sequences import PackedSequences
 from tests.gpu.checks.context import Context, require, use_gpu
 
 # Query heads, key-value heads, head size, window, head size of values
@@ -20,39 +27,49 @@ SHAPES = (
     (16, 16, 192, None, 128),  # latent attention, as of DeepSeek-V3
 )
 LENGTHS, SHORT = (1, 700, 37, 512, 3, 260), (1, 120, 37)
+SHARED = 30  # tokens that longer sequences begin with
 MOST = 2e-2  # relative, of bfloat16
 
 
 def packed_against_padded(context: Context) -> None:
     """On the GPU: the kernel for sequences of any lengths; in a rehearsal what stands for it, on short ones."""
     with use_gpu(context.rehearsal):
-        for shape in SHAPES:
-            worst = difference(*shape, "cuda", SHORT if context.rehearsal else LENGTHS)
-            context.note({"H{}_G{}_D{}_window{}_E{}".format(*shape): worst})
-            require(worst < MOST, f"{shape}: differs by {worst:.2e}")
+        for shape, n_shared in product(SHAPES, (0, SHARED)):
+            worst = difference(*shape, "cuda", SHORT if context.rehearsal else LENGTHS, n_shared)
+            context.note({"H{}_G{}_D{}_window{}_E{}".format(*shape) + "_shared" * bool(n_shared): worst})
+            require(worst < MOST, f"{shape}, {n_shared} tokens in common: differs by {worst:.2e}")
 
 
 def difference(
-    heads: int, groups: int, size: int, window: int | None, value_size: int, device: str, lengths: Sequence[int]
+    heads: int,
+    groups: int,
+    size: int,
+    window: int | None,
+    value_size: int,
+    device: str,
+    lengths: Sequence[int],
+    n_shared: int = 0,
 ) -> float:
     """The largest relative difference of output and gradients, each |a - b| / |b|; NaN counts as infinite."""
     torch.manual_seed(0)
-    cu = torch.tensor((0, *lengths), device=device).cumsum(0).int()
+    sequences = [np.arange(length, dtype=np.int32) for length in lengths]
+    layout = SequenceLayout(sequences, [n_shared if n_shared < length else 0 for length in lengths])
+    its = PackedSequences.from_layout(layout, lambda tensor: tensor.to(device))
+    n, keys = len(its), its.cu_seqlens if its.cu_keys is None else its.cu_keys
+    bounds = attention.Bounds(its.cu_seqlens, keys, its.max_seqlen, its.key_index)
     shapes = ((heads, size), (groups, size), (groups, value_size))
-    rounded = [torch.randn(1, h, int(cu[-1]), d, device=device).bfloat16() for h, d in shapes]
-    gradient = torch.randn(1, int(cu[-1]), heads, value_size, device=device).bfloat16()
-    packed = _with_gradients([x.clone() for x in rounded], gradient, window, cu, max(lengths))
-    exact = _with_gradients([x.float() for x in rounded], gradient.float(), window, cu, max(lengths))
+    rounded = [torch.randn(1, h, n, d, device=device).bfloat16() for h, d in shapes]
+    gradient = torch.randn(1, n, heads, value_size, device=device).bfloat16()
+    packed = _with_gradients([x.clone() for x in rounded], gradient, window, bounds)
+    exact = _with_gradients([x.float() for x in rounded], gradient.float(), window, bounds)
     result = [float((a.float() - b).norm() / b.norm()) for a, b in zip(packed, exact, strict=True)]
     return max(value if value == value else float("inf") for value in result)
 
 
-def _with_gradients(qkv: list[Tensor], gradient: Tensor, window: int | None, cu: Tensor, longest: int) -> list[Tensor]:
+def _with_gradients(qkv: list[Tensor], gradient: Tensor, window: int | None, bounds: attention.Bounds) -> list[Tensor]:
     """Output and the gradients of query, key and value. In float32 the packed function pads, on a GPU too."""
     for x in qkv:
         x.requires_grad_()
-    out, _ = attention.packed_attention(
-        torch.nn.Module(), *qkv, None, sliding_window=window, cu_seq_lens_q=cu, max_length_q=longest
-    )
+    out, _ = attention.packed_attention(torch.nn.Module(), *qkv, None, sliding_window=window, **bounds.arguments())
     out.backward(gradient)
     return [out.detach(), *(x.grad for x in qkv if x.grad is not None)]

@@ -34,7 +34,7 @@ def update_and_score(context: Context) -> None:
         student.compilation.budget = budget
         run = _learner(student, micro)
         name = f"update_{budget}"
-        context.note({f"{name}_tokens": len(micro.token_ids), f"{name}_s": _seconds(run, device)})
+        context.note({f"{name}_tokens": len(micro.sequences), f"{name}_s": _seconds(run, device)})
         if budget > sizes.budget:
             _show_kernels(context, name, run, device)
             score = _scorer(path, sizes, context)

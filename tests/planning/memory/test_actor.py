@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,6 +159,23 @@ def test_sequences_of_unequal_length_cost_little_more() -> None:
     training = Training(run, 1, 4, sharded=False)
     micro = MicroBatchSize(sum(lengths) // 2, RESPONSE * len(lengths) // 2)
     assert sum(peak_items(shape_of(model.to_dict()), training, micro).values()) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied"])
+def test_samples_with_a_prompt_in_common_keep_keys_beside_their_tokens(name: str, checkpointing: bool) -> None:
+    """On a CPU also queries and results, as rows of the attention; of one layer at a time with checkpointing."""
+    n, response = 4, 64
+    tokens = LENGTH + (n - 1) * response
+    run, model = sized_run(GRPO, tokens, checkpointing, None), MODELS[name]
+    measured = peak_of_update(student_of(model, run), run, samples([LENGTH] * n, response, model.vocab_size, None, n))
+    micro = MicroBatchSize(tokens, n * response, 0, alone=True, more_keys=n * LENGTH - tokens)
+    planned, without = (
+        sum(peak_items(shape_of(model.to_dict()), Training(run, 1, 4, sharded=False), its).values())
+        for its in (micro, replace(micro, more_keys=0))
+    )
+    assert planned == pytest.approx(measured, rel=0.15)
+    assert without < planned or checkpointing
 
 
 @pytest.fixture(scope="module")

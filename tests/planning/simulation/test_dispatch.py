@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gkd.actor.batches import count_tokens, measure_lengths
 from gkd.config import load
 from gkd.driver.loop.streaming import BatchStream
 from gkd.planning.simulation.events import _Simulation
@@ -15,6 +16,7 @@ from gkd.planning.simulation.run import SamplingGroup, SimulatedRun, TrainingGro
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest
 from gkd.types import Sampling as HowSampled
+from tests.samples import training_sample
 
 N_PROMPTS, N = 24, 2
 
@@ -73,11 +75,13 @@ def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: 
     assert watched.n_given >= 6 * N_PROMPTS * N
 
 
-@pytest.mark.parametrize("unit", [1, N])
-def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
-    """By tokens in their order; where rewards are learned from, of whole groups."""
+@pytest.mark.parametrize(("unit", "shared"), [(1, False), (N, False), (N, True)])
+def test_chunks_are_those_that_the_stream_cuts(unit: int, shared: bool) -> None:
+    """By tokens in their order; where rewards are learned from, of whole groups; prompts each time or once."""
     budget = 120
-    updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1, chunk_tokens=budget, unit=unit)
+    updating = TrainingGroup(
+        2.0, apply_s=0.1, sync_s=0.1, chunk_tokens=budget, unit=unit, samples_a_prompt=N if shared else 1
+    )
     run = run_of(updating=updating)
     computed: list[float] = []
 
@@ -89,15 +93,21 @@ def test_chunks_are_those_that_the_stream_cuts(unit: int) -> None:
 
     Noting(run, 1).run_all()
     handed: list[int] = []
+
+    def count(samples: Any) -> int:
+        return count_tokens(range(len(samples)), measure_lengths(samples, shared))
+
     actor: Any = SimpleNamespace(
-        fits=lambda lengths: sum(lengths) <= budget or len(lengths) == 1,
-        accumulate=lambda chunks: handed.extend(sum(sample.n_tokens for sample in chunk) for chunk in chunks),
+        fits=lambda samples: count(samples) <= budget or len(samples) == 1,
+        accumulate=lambda chunks: handed.extend(map(count, chunks)),
         apply=lambda step: {},
     )
     config = load({"algorithm": {"name": "on_policy_distill"}, "rollout": {"n": N}})
     stream = BatchStream(config, actor)
     stream._unit = unit
-    samples: Any = [SimpleNamespace(n_tokens=5 + int(length)) for length in run.lengths(1)]
+    samples: Any = [
+        training_sample(prompt_id=i // N, n_prompt=5, n=int(length)) for i, length in enumerate(run.lengths(1))
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gkd.driver.loop.streaming.assign_advantages", lambda config, group: group)
         stream.feed(samples)

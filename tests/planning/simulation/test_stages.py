@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import ConfigError
+from gkd.planning.memory.pools import samples_a_prompt
 from gkd.planning.shapes import shape_of
 from gkd.planning.simulation.stages import (
     ENGINE_STEP_S,
@@ -20,6 +21,7 @@ from gkd.planning.simulation.stages import (
     forward_flops,
     gather_s,
     generate_s,
+    head_flops,
     score_one_s,
     score_s,
     stages_of,
@@ -298,7 +300,7 @@ def test_copies_sum_all_shards_over_the_cards_of_a_node(
 
 def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
     """As many as the budget makes of the batch, however long a response may be and whatever packs are padded to."""
-    there = (*LONG, "actor.offload_weights=true")
+    there = (*LONG, "actor.offload_weights=true", "actor.share_prompts=false")
     layouts = [layout_of(*there, f"rollout.max_response_length={longest}", f"actor.compile={compiles}")
                for longest in (4096, 8192) for compiles in ("auto", "false")]  # fmt: skip
     times = [update_s(layout, 1, 1) - adam_s(layout, 1) for layout in layouts]
@@ -317,7 +319,8 @@ def test_a_batch_takes_as_many_samples_as_it_has_however_it_is_cut() -> None:
 
 def test_log_probabilities_that_ratios_start_from_are_of_responses() -> None:
     """By hand: one pass of all tokens through the layers, of the responses' through the head."""
-    short = ("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", "data.max_prompt_length=3840")
+    short = ("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", "data.max_prompt_length=3840",
+             "actor.share_prompts=false")  # fmt: skip
     once, twice = (layout_of(*short, f"actor.epochs={n}") for n in (1, 2))
     workload, shape = once.workload, once.models.student
     layers = workload.length * forward_flops(shape, workload.length / 2)
@@ -325,9 +328,34 @@ def test_log_probabilities_that_ratios_start_from_are_of_responses() -> None:
     assert update_s(twice, 1, 1) - 2 * update_s(once, 1, 1) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("budget", "prompt", "response", "copies"),
+    # All eight together; by tokens three or four, by keys two; the budget holds one; two of them a rank.
+    [(8192, 500, 300, 8), (4096, 2000, 500, 8 / 3), (2048, 1000, 300, 8 / 3), (512, 500, 300, 1), (8192, 20, 30, 8)],
+)
+def test_prompts_are_computed_once_for_the_samples_that_a_micro_batch_holds(
+    budget: int, prompt: int, response: int, copies: float
+) -> None:
+    """By hand: keys are at most twice the tokens that a micro-batch may have."""
+    overrides = ("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", "trainer.batch_size=8", "rollout.n=8",
+                 f"plan.prompt_length={prompt}", f"plan.response_length={response}", "data.max_prompt_length=4096",
+                 "rollout.max_response_length=4096", f"actor.max_tokens_per_micro_batch={budget}")  # fmt: skip
+    layout = layout_of(*overrides)
+    assert samples_a_prompt(layout, 1) == pytest.approx(copies)
+    shape, workload, flops = layout.models.student, layout.workload, layout.hardware.flops
+    a_response = response * forward_flops(shape, prompt + response / 2)
+    computed = a_response + prompt / copies * forward_flops(shape, prompt / 2) + response * head_flops(shape)
+    apart = update_s(layout_of(*overrides, "actor.share_prompts=false"), 1, 1) - adam_s(layout, 1)
+    alone = a_response + prompt * forward_flops(shape, prompt / 2) + response * head_flops(shape)
+    assert apart == pytest.approx(64 * 3 * alone / flops)
+    assert update_s(layout, 1, 1) - adam_s(layout, 1) == pytest.approx(64 * 3 * computed / flops)
+    assert samples_a_prompt(layout, 32) == min(copies, 2) and samples_a_prompt(layout, 64) == 1
+    assert workload.samples == 64
+
+
 def test_each_of_two_ranks_gathers_the_half_that_it_does_not_have() -> None:
     """By hand: of every parameter 2 bytes for the forward, 2 for the backward pass, and 4 of its gradient."""
-    s = layout_of(*LONG, "rollout.max_response_length=4096", "plan.link_gb_s=1")
+    s = layout_of(*LONG, "rollout.max_response_length=4096", "plan.link_gb_s=1", "actor.share_prompts=false")
     whole = (2 * 2 + 4) * s.models.student.n_parameters / 1e9
     for world in (2, 128):
         a_micro_batch = (update_s(s, world, 1) - adam_s(s, world)) / (4096 * 3500 / world / 8192)

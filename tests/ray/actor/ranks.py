@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from gkd.actor.batches import balance_over_ranks
+from gkd.actor.batches import balance_over_ranks, measure_lengths
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import token_weights
 from gkd.config import Config, load
@@ -59,7 +59,7 @@ class Ranks:
         """Call a method of all ranks with their shares of a batch."""
         lengths = [sample.n_sampled for sample in samples]
         weights = token_weights(lengths, [True] * len(samples), "sequence_mean", 12)
-        shares = balance_over_ranks([sample.n_tokens for sample in samples], len(self.workers))
+        shares = balance_over_ranks(measure_lengths(samples, shared=True), len(self.workers))
         calls = []
         for worker, part in zip(self.workers, shares, strict=True):
             args = last if method == "compute_logprobs" else ([weights[i] for i in part], sum(lengths), *last)

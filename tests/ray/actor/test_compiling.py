@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,9 @@ def test_packs_have_few_sizes(n_tokens: int, budget: int) -> None:
 def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path) -> None:
     models.make("llama").save_pretrained(tmp_path)
     student, micro = load(tmp_path), micro_batch(models.scored(4))
-    n = len(micro.token_ids)
-    for size in (n, n + 1, n + micro.max_seqlen, n + 3 * micro.max_seqlen + 2):
-        padded = micro.pad(size)  # how it is laid out: test_micro_batch.py
-        assert padded.rows is micro.rows and padded.targets is micro.targets
+    n, longest = len(micro.sequences), micro.sequences.max_seqlen
+    for size in (n, n + 1, n + longest, n + 3 * longest + 2):
+        padded = replace(micro, sequences=micro.sequences.pad(size))  # how it is laid out: tests/modeling
         with torch.no_grad():
             torch.testing.assert_close(student.compute_hidden(padded)[:n], student.compute_hidden(micro))
 

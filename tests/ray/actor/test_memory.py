@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gkd.actor.batches import count_tokens, pack
+from gkd.actor.batches import SampleLength, count_tokens, pack
 from gkd.actor.group import ActorGroup
 from gkd.actor.memory import is_out_of_memory, out_of_memory_text, shrink_budget
 from gkd.cluster.session.connect import connect
@@ -210,13 +210,15 @@ def test_which_errors_of_libraries_mean_that_memory_ran_out(text: str, expected:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 2000), st.booleans())
-def test_a_smaller_budget_makes_the_largest_micro_batch_smaller(lengths: list[int], budget: int, padded: bool) -> None:
+def test_a_smaller_budget_makes_the_largest_micro_batch_smaller(sizes: list[int], budget: int, padded: bool) -> None:
+    lengths = [SampleLength(size) for size in sizes]
+
     def largest(budget: int) -> int:
         return max(count_tokens(part, lengths, padded) for part in pack(lengths, budget, padded))
 
     smaller = shrink_budget(budget, lengths, padded)
     if smaller is None:
-        alone = [lengths[part[0]] for part in pack(lengths, budget, padded) if len(part) == 1]
+        alone = [sizes[part[0]] for part in pack(lengths, budget, padded) if len(part) == 1]
         assert largest(budget) in alone
     else:
         assert largest(smaller) < largest(budget)

@@ -11,7 +11,7 @@ import ray
 import torch
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.batches import balance_over_ranks
+from gkd.actor.batches import balance_over_ranks, measure_lengths
 from gkd.actor.worker import ActorWorker
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.config import Algorithm
@@ -42,7 +42,7 @@ def gradient(ranks: Ranks) -> torch.Tensor:
 
 
 def accumulate(ranks: Ranks, samples: list[TrainingSample], weights: list[float], *last: int) -> None:
-    shares = balance_over_ranks([sample.n_tokens for sample in samples], len(ranks.workers))
+    shares = balance_over_ranks(measure_lengths(samples, shared=True), len(ranks.workers))
     calls = [
         call(worker, "trainer.accumulate", [samples[i] for i in part], [weights[i] for i in part], *last)
         for worker, part in zip(ranks.workers, shares, strict=True)

@@ -80,7 +80,7 @@ class World:
         self.maybe("collect")
         yield [training_sample(0, id_, n_prompt=id_, n=1, version=version) for _, id_, version in keys]
 
-    def fits(self, lengths: list[int]) -> bool:
+    def fits(self, samples: list[TrainingSample]) -> bool:
         return True
 
     def attend(self, calls: Any) -> None:
