@@ -87,12 +87,12 @@ def scored(n: int, k: int = VOCAB, seed: int = 0, lengths: tuple[int, int] = (1,
     return samples
 
 
-def group(n: int, n_prompt: int, seed: int = 0) -> list[ScoredSample]:
-    """Samples of one prompt."""
+def group(n: int, n_prompt: int, k: int = VOCAB, seed: int = 0) -> list[ScoredSample]:
+    """Samples of one prompt, k targets a token."""
     rng = np.random.default_rng(seed)
     prompt = Prompt(100 + seed, rng.integers(2, VOCAB, n_prompt).astype(np.int32), "")
     samples = []
-    for i, one in enumerate(scored(n, seed=seed + 1)):
+    for i, one in enumerate(scored(n, k, seed=seed + 1)):
         sample = one.sample
         request = replace(sample.request, prompt=prompt, index=i)
         again = Sample.single_turn(request, sample.sampled_ids, sample.sampled_logprobs, 0, "stop")

@@ -54,7 +54,7 @@ def ranks(processes: dict[int, Ranks], model_path: str) -> dict[int, Ranks]:
 def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int, Ranks]) -> None:
     before = ranks[1].weights()
     for step in range(1, STEPS + 1):
-        batch = put(models.scored(9, seed=step))
+        batch = put([*models.scored(5, seed=step), *models.group(4, n_prompt=6, seed=step)])
         one, two = (ranks[world].run("update", batch, step) for world in (1, 2))
         for there_and_back in ("offload", "onload"):  # which changes nothing
             ray.get([call(w, f"state.{there_and_back}") for w in ranks[2].workers], timeout=60)

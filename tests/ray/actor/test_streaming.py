@@ -73,7 +73,9 @@ def test_chunks_add_up_to_the_batch(
     world: int,
     tmp_path: Path,
 ) -> None:
-    scored = models.scored(9, 0 if algorithm.get("loss", {}).get("name") == "sampled_reverse_kl" else 7, seed=4)
+    k = 0 if algorithm.get("loss", {}).get("name") == "sampled_reverse_kl" else 7
+    *scored, last = models.scored(5, k, seed=4)
+    scored += [*models.group(4, n_prompt=6, k=k), last]
     batch = put([dataclasses.replace(s, reference=s.sample.sampled_logprobs) for s in scored])
     batch[3] = dataclasses.replace(batch[3], in_loss=False)
     lengths, kept = [sample.n_sampled for sample in batch], [sample.in_loss for sample in batch]
