@@ -46,8 +46,13 @@ class SampleLength(NamedTuple):
 
 
 def measure_lengths(samples: Sequence[TrainingSample], shared: bool) -> list[SampleLength]:
-    """Return what the samples are long, with ``shared`` also what each has in common with others of its prompt."""
-    return [SampleLength(s.n_tokens, s.prompt_id, s.versions[0].start if shared else 0) for s in samples]
+    """Return what the samples are long, with ``shared`` also what each has in common with others of its prompt.
+
+    That is nothing where nothing was sampled, as in :func:`gkd.actor.collate.collate`.
+    """
+    return [
+        SampleLength(s.n_tokens, s.prompt_id, s.versions[0].start if shared and s.n_sampled else 0) for s in samples
+    ]
 
 
 def balance_over_ranks(lengths: Sequence[SampleLength], n_ranks: int) -> list[list[int]]:

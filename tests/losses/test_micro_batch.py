@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.actor.batches import SampleLength, balance_over_ranks, count_tokens, pack
+from gkd.actor.batches import (
+    SampleLength,
+    balance_over_ranks,
+    count_tokens,
+    measure_lengths,
+    pack,
+)
 from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.model import Student
@@ -20,7 +27,7 @@ from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.losses.targets import check_targets
 from gkd.modeling import attention
-from gkd.types import ScoredSample
+from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, TrainingSample, VersionSpan
 from tests.actor import models
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
@@ -66,6 +73,30 @@ def test_packs_of_samples_with_common_prompts_stay_within_the_budget(
         assert count_tokens(part, lengths) == n_tokens
         assert n_tokens <= budget or len(part) == 1
         assert sum(lengths[i].n_tokens for i in part) <= 2 * budget or len(part) == 1
+
+
+def trajectory(prompt: int, sampled: list[bool]) -> ScoredSample:
+    """A sample of which the ``sampled`` tokens are, which has a prompt of that number as long as none is."""
+    places = np.flatnonzero(sampled).tolist() or [len(sampled)]
+    n = places[0]
+    ids = np.concatenate([np.full(n, prompt), np.arange(10, 10 + len(sampled) - n)]).astype(np.int32)
+    spans = tuple(VersionSpan(at, min(at + 1, len(ids)), 0) for at in places)
+    request = SampleRequest(Prompt(10 * prompt + n, ids[:n], ""), 0, 0, Sampling(9))
+    return ScoredSample(Sample(request, ids, np.array(sampled), np.zeros(len(ids), np.float32), spans, "stop"))
+
+
+which = st.lists(st.booleans(), max_size=6).map(lambda its: [False, *its])
+
+
+@given(st.lists(st.builds(trajectory, st.integers(1, 2), which), min_size=1, max_size=8), st.booleans())
+def test_tokens_of_a_micro_batch_are_counted_as_they_are_laid_out(scored: list[ScoredSample], shared: bool) -> None:
+    """Also of several turns, and of samples without a sampled token."""
+    samples = [TrainingSample.from_sample(its.sample, 0, 0.0) for its in scored]
+    nothing = [0.0] * len(scored)
+    micro = collate(scored, None, nothing, nothing, shared=shared)
+    assert count_tokens(range(len(scored)), measure_lengths(samples, shared)) == len(micro.sequences)
+    before = [its.sample.token_ids[np.flatnonzero(its.sample.sampled) - 1] for its in scored]
+    assert micro.sequences.token_ids[micro.rows].tolist() == np.concatenate(before).tolist()
 
 
 def test_samples_of_a_prompt_share_a_micro_batch() -> None:

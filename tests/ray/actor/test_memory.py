@@ -209,9 +209,19 @@ def test_which_errors_of_libraries_mean_that_memory_ran_out(text: str, expected:
     assert not is_out_of_memory(ValueError(text))
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 2000), st.booleans())
-def test_a_smaller_budget_makes_the_largest_micro_batch_smaller(sizes: list[int], budget: int, padded: bool) -> None:
-    lengths = [SampleLength(size) for size in sizes]
+@given(
+    # Number of a prompt, and tokens of a response.
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 500)), min_size=1, max_size=40),
+    st.integers(1, 2000),
+    st.sampled_from(["packed", "padded", "shared"]),
+)
+def test_a_smaller_budget_makes_the_largest_micro_batch_smaller(
+    samples: list[tuple[int, int]], budget: int, computed: str
+) -> None:
+    padded = computed == "padded"
+    prompts = [(100 * number if computed == "shared" else 0, number, n) for number, n in samples]
+    lengths = [SampleLength(n_prompt + n, number, n_prompt) for n_prompt, number, n in prompts]
+    sizes = [length.n_tokens for length in lengths]
 
     def largest(budget: int) -> int:
         return max(count_tokens(part, lengths, padded) for part in pack(lengths, budget, padded))
