@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gkd.modeling.layout import PackSize
+from gkd.modeling.layout import MOST_KEYS, PackSize
 from gkd.types import TrainingSample
 
 Metrics = dict[str, float]
@@ -64,23 +64,32 @@ def balance_over_ranks(lengths: Sequence[SampleLength], n_ranks: int) -> list[li
     sizes = [max(map(len, groups), default=1)]
     while sizes[-1] > 1:
         sizes.append(math.ceil(sizes[-1] / 2))
-    assignments = [_assign(lengths, groups, size, n_ranks) for size in sizes]
-    return min(assignments, key=lambda shares: max(count_tokens(share, lengths) for share in shares))
+    _, shares = min((_assign(lengths, groups, size, n_ranks) for size in sizes), key=lambda its: its[0])
+    return shares
 
 
 def _assign(
     lengths: Sequence[SampleLength], groups: Sequence[Sequence[int]], most: int, n_ranks: int
-) -> list[list[int]]:
-    """Return the ranks' shares of groups in parts of at most ``most`` samples."""
+) -> tuple[int, list[list[int]]]:
+    """Return the ranks' shares of groups in parts of at most ``most`` samples, after the tokens of the busiest."""
     parts = [group[i : i + most] for group in groups for i in range(0, len(group), most)]
-    sizes = [count_tokens(part, lengths) for part in parts]
+    prompts = [lengths[part[0]].n_prompt for part in parts]
+    sizes = [
+        n_prompt + sum([lengths[i].n_tokens - lengths[i].n_prompt for i in part])
+        for part, n_prompt in zip(parts, prompts, strict=True)
+    ]
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
     loads = [(0, rank) for rank in range(n_ranks)]  # a heap
+    computed, placed = [0] * n_ranks, set[tuple[int, int]]()
     for number in sorted(range(len(parts)), key=lambda i: -sizes[i]):
         load, rank = loads[0]
         shares[rank] += parts[number]
         heapq.heapreplace(loads, (load + sizes[number], rank))
-    return shares
+        prompt = rank, lengths[parts[number][0]].prompt_id
+        computed[rank] += sizes[number] - (prompts[number] if prompt in placed else 0)
+        if prompts[number]:
+            placed.add(prompt)
+    return max(computed), shares
 
 
 def _group_by_prompt(lengths: Sequence[SampleLength], order: Iterable[int]) -> list[list[int]]:
@@ -121,11 +130,23 @@ def pack(lengths: Sequence[SampleLength], budget: int, padded: bool = False) -> 
     return bins
 
 
+def fits_in_pack(part: Sequence[int], lengths: Sequence[SampleLength], budget: int) -> bool:
+    """Return whether :func:`pack` has one micro-batch of ``part``, indices into ``lengths``, or none of no samples."""
+    if len(part) < 2 or sum([lengths[i].n_tokens for i in part]) <= budget:
+        return True
+    size = _measure(part, lengths)
+    return size.n_tokens <= budget and size.n_keys <= MOST_KEYS * budget
+
+
 def count_tokens(part: Sequence[int], lengths: Sequence[SampleLength], padded: bool = False) -> int:
     """Return the tokens that a micro-batch is computed with, padding included; ``part``: indices into ``lengths``."""
     if padded:
         return len(part) * max((lengths[i].n_tokens for i in part), default=0)
+    return _measure(part, lengths).n_tokens
+
+
+def _measure(part: Sequence[int], lengths: Sequence[SampleLength]) -> PackSize:
     size = PackSize()
     for index in part:
         size.add(*lengths[index])
-    return size.n_tokens
+    return size

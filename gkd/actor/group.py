@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gkd.actor.batches import balance_over_ranks, combine_mini_batches, measure_lengths, pack
+from gkd.actor.batches import balance_over_ranks, combine_mini_batches, fits_in_pack, measure_lengths
 from gkd.actor.ranks import ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
@@ -43,14 +43,13 @@ class ActorGroup(ActorRanks):
 
     def fits(self, samples: Sequence[TrainingSample]) -> bool:
         """Return whether the ranks hold these samples in one micro-batch each."""
-        lengths, n_ranks = measure_lengths(samples, self.config.actor.share_prompts), len(self.group)
-        longest = max(length.n_tokens for length in lengths)
-        total = sum(length.n_tokens for length in lengths)
+        n_tokens, n_ranks = [sample.n_tokens for sample in samples], len(self.group)
         # Longest first leaves no rank more than the mean of all and one sequence (Graham, 1969): mostly that is enough.
-        if total <= self._budget or total + n_ranks * longest <= n_ranks * self._budget:
+        if sum(n_tokens) <= self._budget or sum(n_tokens) + n_ranks * max(n_tokens) <= n_ranks * self._budget:
             return True
+        lengths = measure_lengths(samples, self.config.actor.share_prompts)
         shares = balance_over_ranks(lengths, n_ranks)
-        return all(len(pack([lengths[i] for i in share], self._budget)) <= 1 for share in shares)
+        return all(fits_in_pack(share, lengths, self._budget) for share in shares)
 
     def accumulate(self, chunks: Sequence[Sequence[TrainingSample]]) -> None:
         """Start adding the gradients of the next chunks of a batch, for :meth:`apply`; returns at once.

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gkd.actor.group
-from gkd.actor.batches import SampleLength, balance_over_ranks
+from gkd.actor.batches import SampleLength, balance_over_ranks, measure_lengths, pack
 from gkd.actor.group import ActorGroup
 from gkd.actor.ranks import RELEASES_GIL
 from gkd.config import load
@@ -127,6 +127,23 @@ def test_what_fits_is_what_every_rank_can_take_in_one_micro_batch(lengths: list[
     samples = [training_sample(prompt_id=i, n_prompt=0, n=length) for i, length in enumerate(lengths)]
     shares = balance_over_ranks([SampleLength(length) for length in lengths], n_ranks)
     assert actor.fits(samples) == all(sum(lengths[i] for i in part) <= 60 or len(part) == 1 for part in shares)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=16),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_prompts_count_once_in_what_fits_where_they_are_computed_once(
+    drawn: list[tuple[int, int]], n_ranks: int, shared: bool
+) -> None:
+    group: Any = range(n_ranks)
+    settings = {"max_tokens_per_micro_batch": 60, "share_prompts": shared}
+    actor = ActorGroup(group, load({"actor": settings}), "", lambda: group)
+    samples = [training_sample(prompt_id=prompt, n_prompt=10 * prompt + 1, n=n) for prompt, n in drawn]
+    lengths = measure_lengths(samples, shared)
+    shares = [[lengths[i] for i in share] for share in balance_over_ranks(lengths, n_ranks)]
+    assert actor.fits(samples) == all(len(pack(share, 60)) <= 1 for share in shares)
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -15,6 +15,7 @@ from gkd.actor.batches import (
     SampleLength,
     balance_over_ranks,
     count_tokens,
+    fits_in_pack,
     measure_lengths,
     pack,
 )
@@ -73,6 +74,12 @@ def test_packs_of_samples_with_common_prompts_stay_within_the_budget(
         assert count_tokens(part, lengths) == n_tokens
         assert n_tokens <= budget or len(part) == 1
         assert sum(lengths[i].n_tokens for i in part) <= 2 * budget or len(part) == 1
+
+
+@given(prompts, st.integers(1, 400))
+def test_what_fits_in_a_pack_is_packed_into_one(samples: list[tuple[int, int]], budget: int) -> None:
+    lengths = of_prompts(samples)
+    assert fits_in_pack(range(len(lengths)), lengths, budget) == (len(pack(lengths, budget)) <= 1)
 
 
 def trajectory(prompt: int, sampled: list[bool]) -> ScoredSample:
