@@ -83,15 +83,16 @@ def pool_memory(layout: Layout, group: str, pool: Pool) -> GroupMemory:
 def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     """Return the largest micro-batch of a rank; one sequence is never divided, so it holds at least the longest."""
     workload, actor = layout.workload, layout.config.actor
-    samples = -(-(actor.mini_batch_size or workload.samples) // world)
-    whole = max(samples * workload.length, workload.longest)
+    samples = _samples_of_rank(layout, world)
+    computed = workload.response + workload.prompt / samples_a_prompt(layout, world)  # of a sample
+    most_keys = MOST_KEYS * actor.micro_batch_tokens
+    whole = max(round(samples * computed), workload.longest)
     tokens = min(max(actor.micro_batch_tokens, workload.longest), whole)
-    alone = tokens == whole
+    alone = tokens == whole and (samples * workload.length <= most_keys or samples == 1)
+    positions = max(1, round(tokens * workload.response / computed))
+    keys = max(0, min(tokens * (workload.length / computed - 1), most_keys - tokens))
     if actor.compile is not False and not layout.hardware.is_cpu:  # one longer than the budget is padded beyond it
         tokens = pack_size(tokens, actor.micro_batch_tokens)
-    computed = workload.response + workload.prompt / samples_a_prompt(layout, world)  # of a sample
-    keys = min(tokens * (workload.length / computed - 1), (MOST_KEYS - 1) * actor.micro_batch_tokens)
-    positions = max(1, round(tokens * workload.response / computed))
     return MicroBatchSize(tokens, positions, workload.top_k, alone=alone, more_keys=round(keys))
 
 
@@ -100,11 +101,16 @@ def samples_a_prompt(layout: Layout, world: int) -> float:
     workload, actor = layout.workload, layout.config.actor
     if not actor.share_prompts:
         return 1.0
-    mini = min(actor.mini_batch_size or workload.samples, workload.samples)
-    n = min(workload.samples / workload.prompts, -(-mini // world))
+    n = min(workload.samples / workload.prompts, _samples_of_rank(layout, world))
     by_tokens = (actor.micro_batch_tokens - workload.prompt) / workload.response
     held = max(1.0, min(by_tokens, MOST_KEYS * actor.micro_batch_tokens / workload.length) // 1)
     return max(1.0, n / math.ceil(n / held))
+
+
+def _samples_of_rank(layout: Layout, world: int) -> int:
+    """Count the samples that one of ``world`` ranks has of an update, at most."""
+    samples = layout.workload.samples
+    return -(-min(layout.config.actor.mini_batch_size or samples, samples) // world)
 
 
 def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:

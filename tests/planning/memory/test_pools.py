@@ -13,11 +13,13 @@ import pytest
 from gkd.errors import ConfigError
 from gkd.planning.advice.advise import plan_sizes
 from gkd.planning.layout import cpu_hardware, engine_class
+from gkd.planning.memory.actor import MicroBatchSize
 from gkd.planning.memory.cache import cache_use, find_width_obstacle, kv_bytes
 from gkd.planning.memory.pools import (
     COLLECTIVES,
     cache_gb_of,
     count_concurrent_sequences,
+    largest_micro_batch,
     pool_memory,
     slots_of,
 )
@@ -307,3 +309,26 @@ def test_quantized_weights_are_counted_by_their_bits() -> None:
     embeddings = shape.n_parameters - sum(kind.count * w.size for kind in shape.layers for w in kind.weights)
     assert half == pytest.approx(plain / 2 + embeddings, rel=1e-3)
     assert quarter == pytest.approx(plain / 4 + 1.5 * embeddings, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "settings", "expected"),
+    [
+        # One prompt of 500 tokens with eight responses of 200 is all there is: 2,100 tokens, 5,600 keys.
+        (1, (), MicroBatchSize(2100, 1600, alone=True, more_keys=3500)),
+        (1, ("actor.share_prompts=false",), MicroBatchSize(5600, 1600, alone=True)),
+        (1, ("actor.compile=auto",), MicroBatchSize(4096, 1600, alone=True, more_keys=3500)),  # padded
+        # Three prompts are 6,300 tokens of 16,800 keys, and micro-batches have 16,384 at most, or 17,600.
+        (3, (), MicroBatchSize(6300, 4800, more_keys=16384 - 6300)),
+        (3, ("actor.max_tokens_per_micro_batch=8800",), MicroBatchSize(6300, 4800, alone=True, more_keys=10500)),
+        (9, (), MicroBatchSize(8192, 6242, more_keys=8192)),
+    ],
+)
+def test_a_batch_that_one_micro_batch_holds_has_each_prompt_once(
+    batch: int, settings: tuple[str, ...], expected: MicroBatchSize
+) -> None:
+    s = layout_of(
+        "+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", f"trainer.batch_size={batch}", "rollout.n=8",
+        "plan.prompt_length=500", "plan.response_length=200", "actor.compile=false", *settings,
+    )  # fmt: skip
+    assert largest_micro_batch(s, 1) == expected
