@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gkd.actor import batches
 from gkd.actor.batches import (
     SampleLength,
     balance_over_ranks,
@@ -115,6 +116,13 @@ def test_samples_of_a_prompt_share_a_micro_batch() -> None:
     assert len(pack([SampleLength(130) for _ in lengths], 700)) == 5
 
 
+def test_a_sample_goes_where_the_samples_of_its_prompt_before_it_went() -> None:
+    """Not to the first micro-batch with room, which would have the prompt once more."""
+    others = [SampleLength(450, 0, 100), SampleLength(440, 1, 100)]
+    lengths = [*others, *(SampleLength(n_tokens, 2, 100) for n_tokens in (260, 255, 110))]
+    assert pack(lengths, 700) == [[0], [1, 2], [3, 4]]
+
+
 @given(prompts, st.integers(1, 5))
 def test_common_prompts_leave_no_rank_more_than_it_would_have_without(
     samples: list[tuple[int, int]], ranks: int
@@ -124,6 +132,17 @@ def test_common_prompts_leave_no_rank_more_than_it_would_have_without(
     assert sorted(i for part in shares for i in part) == list(range(len(lengths)))
     apart = balance_over_ranks([SampleLength(length.n_tokens) for length in lengths], ranks)
     assert max(count_tokens(part, lengths) for part in shares) <= max(count_tokens(part, lengths) for part in apart)
+
+
+@given(prompts, st.integers(1, 5), st.integers(1, 8))
+def test_tokens_of_the_busiest_rank_are_counted_as_samples_are_assigned(
+    samples: list[tuple[int, int]], ranks: int, most: int
+) -> None:
+    lengths = of_prompts(samples)
+    groups = [[i for i, (prompt, _) in enumerate(samples) if prompt == number and prompt] for number in range(6)]
+    groups += [[i] for i, (prompt, _) in enumerate(samples) if not prompt]  # which have none
+    busiest, shares = batches._assign(lengths, [group for group in groups if group], most, ranks)
+    assert busiest == max(count_tokens(share, lengths) for share in shares)
 
 
 @pytest.mark.parametrize(("n_prompts", "n", "ranks", "busiest"), [(8, 8, 4, 680), (1, 8, 4, 160), (3, 8, 4, 340)])
