@@ -142,8 +142,9 @@ def test_prompts_count_once_in_what_fits_where_they_are_computed_once(
     actor = ActorGroup(group, load({"actor": settings}), "", lambda: group)
     samples = [training_sample(prompt_id=prompt, n_prompt=10 * prompt + 1, n=n) for prompt, n in drawn]
     lengths = measure_lengths(samples, shared)
-    shares = [[lengths[i] for i in share] for share in balance_over_ranks(lengths, n_ranks)]
-    assert actor.fits(samples) == all(len(pack(share, 60)) <= 1 for share in shares)
+    shares = balance_over_ranks(lengths, n_ranks)
+    assert actor._shares(samples) == shares
+    assert actor.fits(samples) == all(len(pack([lengths[i] for i in share], 60)) <= 1 for share in shares)
 
 
 @pytest.mark.parametrize("n", [1, 2])
