@@ -107,6 +107,13 @@ def samples_a_prompt(layout: Layout, world: int) -> float:
     return max(1.0, n / math.ceil(n / held))
 
 
+def tokens_of_full_micro_batch(layout: Layout, world: int) -> float:
+    """Return the tokens of a full micro-batch of samples of mean length, which may be full by its keys."""
+    workload, budget = layout.workload, layout.config.actor.micro_batch_tokens
+    computed = workload.response + workload.prompt / samples_a_prompt(layout, world)  # of a sample
+    return budget * min(1.0, MOST_KEYS * computed / workload.length)
+
+
 def _samples_of_rank(layout: Layout, world: int) -> int:
     """Count the samples that one of ``world`` ranks has of an update, at most."""
     samples = layout.workload.samples

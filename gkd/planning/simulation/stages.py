@@ -19,7 +19,7 @@ from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.cache import kv_bytes
-from gkd.planning.memory.pools import count_concurrent_sequences, samples_a_prompt
+from gkd.planning.memory.pools import count_concurrent_sequences, samples_a_prompt, tokens_of_full_micro_batch
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.planning.transfer import transfer_of
@@ -263,7 +263,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     parts = [(n_whole, mini)] + ([(1, rest)] if rest else [])  # how many updates, of how many samples each
     n_updates = sum(n for n, _ in parts)
     prompt = workload.prompt / samples_a_prompt(layout, world)  # of a sample, as those of a micro-batch share it
-    length = prompt + workload.response
+    length, full = prompt + workload.response, tokens_of_full_micro_batch(layout, world)
     a_response = workload.response * forward_flops(shape, workload.prompt + workload.response / 2)
     a_layer_pass = (a_response + prompt * forward_flops(shape, workload.prompt / 2)) / length
     a_head = head_flops(shape) * workload.response
@@ -276,7 +276,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     def pass_s(samples: int, layers: int, heads: int, gathered: float, from_host: float) -> float:
         """``gathered``, ``from_host``: bytes of a parameter that move for every micro-batch."""
         tokens = -(-samples // world) * length
-        micro = min(max(actor.micro_batch_tokens, length), tokens)  # the largest may be longer, and padded
+        micro = min(max(full, length), tokens)  # the largest may be longer, and padded
         computed = micro * (layers * a_layer_pass + heads * a_head / length) / hardware.flops
         moved = gather_s(layout, world, nnodes, gathered * shape.n_parameters)
         hosted = actor.offloaded == "weights" and not hardware.is_cpu

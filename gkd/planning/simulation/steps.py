@@ -19,7 +19,12 @@ from gkd.config.cluster import TRANSFERS
 from gkd.config.groups import OVERBOOKED
 from gkd.planning.layout import Layout, engine_class
 from gkd.planning.memory.colocation import needs_offload
-from gkd.planning.memory.pools import count_concurrent_sequences, samples_a_prompt, slots_of
+from gkd.planning.memory.pools import (
+    count_concurrent_sequences,
+    samples_a_prompt,
+    slots_of,
+    tokens_of_full_micro_batch,
+)
 from gkd.planning.simulation.events import simulate
 from gkd.planning.simulation.run import SamplingGroup, ScoringGroup, SimulatedRun, Step, TrainingGroup
 from gkd.planning.simulation.stages import (
@@ -59,7 +64,7 @@ def run_of(layout: Layout, staleness: int, factors: Factors) -> SimulatedRun:
     config, workload, scale = layout.config, layout.workload, _Scale.from_layout(layout)
     trainer, schedule, world = config.trainer, config.schedule, config.trainer.n_workers
     adam = adam_s(layout, world) * factors.update
-    chunk = config.actor.micro_batch_tokens * world / scale.weight if streams(layout) else None
+    chunk = tokens_of_full_micro_batch(layout, world) * world / scale.weight if streams(layout) else None
     n_samples = scale.n_prompts * scale.n
     measured_lengths = factors.measured_lengths if config.plan.response_length == factors.response else ()
     return SimulatedRun(

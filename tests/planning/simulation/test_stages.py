@@ -308,6 +308,15 @@ def test_weights_cross_the_hosts_link_for_every_micro_batch() -> None:
     assert times == pytest.approx([4096 * 3500 / 8192 * moved / HOST_LINK] * 4)
 
 
+def test_a_micro_batch_that_is_full_by_its_keys_has_fewer_tokens() -> None:
+    """By hand: 256 samples of 4,100 keys, of which a micro-batch of 8,192 tokens has 16,384."""
+    s = layout_of("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", "trainer.batch_size=16", "rollout.n=16",
+                  "data.max_prompt_length=4096", "plan.prompt_length=4000", "plan.response_length=100",
+                  "actor.offload_weights=true")  # fmt: skip
+    moved = 3 * 4 * s.models.student.n_parameters
+    assert update_s(s, 1, 1) - adam_s(s, 1) == pytest.approx(256 * 4100 / 16384 * moved / HOST_LINK)
+
+
 def test_a_batch_takes_as_many_samples_as_it_has_however_it_is_cut() -> None:
     """Of 520 samples the second update learns from 8, and not from 512 again."""
     cut = (*LONG[:3], "trainer.batch_size=130", "rollout.n=4")
