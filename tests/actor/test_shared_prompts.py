@@ -41,12 +41,18 @@ def update(trainer: RankTrainer, order: Sequence[int]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "shares", "n_tokens"),
-    [("llama", "true", WHOLE - 2 * 6 - 3 * 9), ("llama", "false", WHOLE), ("gemma2", "true", WHOLE)],  # packed, padded
+    ("family", "shares", "takes", "n_tokens"),
+    [
+        ("llama", "true", True, WHOLE - 2 * 6 - 3 * 9),
+        ("llama", "false", True, WHOLE),
+        ("llama", "true", False, WHOLE),  # as on a GPU whose kernel does not take them
+        ("gemma2", "true", True, WHOLE),  # padded
+    ],
 )
 def test_prompts_are_computed_once_where_sequences_are_packed(
-    family: str, shares: str, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, shares: str, takes: bool, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gkd.actor.model.can_share_beginnings", lambda _: takes)
     models.make(family).save_pretrained(tmp_path)
     trainer = trainer_of(tmp_path, monkeypatch, f"actor.share_prompts={shares}")
     computed: list[int] = []
