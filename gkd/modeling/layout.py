@@ -38,7 +38,11 @@ class PackSize:
     def has_room(self, budget: int, length: int, beginning: Hashable, n_shared: int) -> bool:
         """Return whether so long a sequence may be added to a pack of at most ``budget`` tokens."""
         n_tokens = self.n_tokens + self.added_tokens(length, beginning, n_shared)
-        return n_tokens <= budget and self.n_keys + length <= MOST_KEYS * budget
+        return n_tokens <= budget and self.might_have_room(budget, length, n_shared)
+
+    def might_have_room(self, budget: int, length: int, n_shared: int) -> bool:
+        """Return whether that would be so if what the sequence begins with were there."""
+        return self.n_tokens + length - n_shared <= budget and self.n_keys + length <= MOST_KEYS * budget
 
     def add(self, length: int, beginning: Hashable, n_shared: int) -> None:
         """Count one more sequence."""

@@ -254,6 +254,15 @@ def a_scorer(*waiting: ScoreRequest | GenerateRequest) -> Any:
     return scorer
 
 
+def test_what_waits_for_the_next_pass_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step: thousands may wait, with long prompts."""
+    scorer, described = a_scorer(*of_a_prompt(8, n_prompt=20), *of_a_prompt(50, n_prompt=21)), list[ScoreRequest]()
+    scorer._n_tokens, describe = 100, TorchScorer._describe
+    monkeypatch.setattr(TorchScorer, "_describe", lambda self, its: described.append(its) or describe(self, its))
+    assert [key for key, _ in scorer._take_scores()] == list(range(6))
+    assert len(described) < 20
+
+
 def test_on_a_cpu_those_share_a_pass_that_attention_pads_alike() -> None:
     """Or numbers would depend on what is scored beside them, in the last bit."""
     scorer = a_scorer(*(a_request(1, length - 1, 4) for length in (10, 40, 20, 32, 64)))
