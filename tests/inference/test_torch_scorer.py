@@ -18,6 +18,7 @@ from gkd.errors import ConfigError, RunFailed
 from gkd.inference.engine import EngineSpec
 from gkd.inference.requests import GenerateRequest, Limits, RequestRejected, ScoreRequest
 from gkd.inference.torch_scorer import TorchScorer
+from gkd.modeling import attention
 from gkd.modeling.backbone import is_packed
 from gkd.modeling.linear import PackedLinear
 from gkd.scoring.worker import ScorerSpec, ScoringWorker
@@ -125,6 +126,16 @@ def test_a_prompt_is_computed_once_for_its_samples_which_score_the_same_bits(fam
     assert all(map(same, alone, together)) or family == "qwen3_moe"  # of experts, rows are added in another order
     for request, target in zip(requests, together, strict=True):
         check(request, target, model)
+
+
+def test_every_sample_has_a_prompt_of_its_own_where_the_kernel_would_not_find_it(
+    llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "can_share_beginnings", lambda device: device != "cpu")
+    engine, requests, n_computed = TorchScorer(spec_of(llama[0])), of_a_prompt(4, n_prompt=20), list[int]()
+    engine.model.get_input_embeddings().register_forward_hook(lambda _, args, __: n_computed.append(args[0].numel()))
+    run(engine, requests)
+    assert n_computed == [sum(len(request.token_ids) for request in requests)]
 
 
 def test_more_samples_of_a_prompt_fit_into_a_pass(llama: tuple[Path, Any]) -> None:

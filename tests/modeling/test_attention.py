@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from gkd.modeling import attention
 from gkd.modeling.backbone import hidden_states, is_packed, pack_or_pad
@@ -143,6 +143,34 @@ def test_prompts_are_shared_where_the_kernel_is_found_to_take_them(
     finally:
         attention.can_share_beginnings.cache_clear()
     assert len(caplog.messages) == (not shares)
+
+
+def a_model() -> LlamaForCausalLM:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=40, attn_implementation=attention.NAME)).eval()
+
+
+def test_a_model_that_does_not_hand_on_which_keys_are_whose_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(*args: Any, cu_seq_lens_q: Any = None, cu_seq_lens_k: Any = None, key_index: Any = None, **kw: Any) -> Any:
+        return packed(*args, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_q, **kw)
+
+    model, packed = a_model(), attention.packed_attention
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, drop)
+    pack_or_pad(model, "model.path")
+    assert not is_packed(model)
+
+
+@torch.no_grad()
+def test_bounds_that_do_not_go_through_the_layers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a prompt in common and, after that, without."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.ASIDE, attention.aside.compute)
+    model, sequences = a_model(), [np.arange(n, dtype=np.int32) for n in (9, 7, 12)]
+    for n_shared in ([5, 5, 5], [0, 0, 0]):
+        its = PackedSequences.from_layout(SequenceLayout(sequences, n_shared))
+        model.set_attn_implementation(attention.NAME)
+        expected = hidden_states(model, its)
+        model.set_attn_implementation(attention.ASIDE)
+        assert torch.equal(hidden_states(model, its), expected)
 
 
 def test_a_mask_of_the_models_own_is_refused_and_not_left_out() -> None:
