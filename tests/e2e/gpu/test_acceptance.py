@@ -224,7 +224,7 @@ def test_rehearsed_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     attention, ipc, done, profiled, skipped = printed
     rows = [(row["name"], row["ok"], row["rehearsal"]) for row in printed]
     assert rows == [(name, name != "mps" or None, True) for name in names]
-    assert len(attention["figures"]) == 6 and all(1e-4 < figure < 2e-2 for figure in attention["figures"].values())
+    assert len(attention["figures"]) == 18 and all(1e-4 < figure < 2e-2 for figure in attention["figures"].values())
     assert ipc["figures"]["pushes"] == 4 and ipc["figures"]["memory_grown_gib"] == 0
     assert all(profiled["figures"][name] > 0 for name in ("update_128_s", "update_64_s", "score_s", "loss_roomy_ms"))
     assert done["figures"]["uuids"][0].startswith("SIM-")
