@@ -145,6 +145,16 @@ def test_prompts_are_shared_where_the_kernel_is_found_to_take_them(
     assert len(caplog.messages) == (not shares)
 
 
+def test_a_gpu_without_room_says_nothing_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: str) -> float:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(attention, "_measure_shared_error", fill)
+    attention.can_share_beginnings.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        attention.can_share_beginnings("cuda")
+
+
 def a_model() -> LlamaForCausalLM:
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=40, attn_implementation=attention.NAME)).eval()
