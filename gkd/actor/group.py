@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gkd.actor.batches import balance_over_ranks, combine_mini_batches, fits_in_pack, measure_lengths
-from gkd.actor.ranks import ActorRanks
+from gkd.actor.ranks import ANSWERS_S, ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.deadline import Deadline
@@ -33,6 +33,8 @@ class ActorGroup(ActorRanks):
     ) -> None:
         super().__init__(group, config, model_path, restart, colocation)
         self._budget = self._budget_warned_of = config.actor.micro_batch_tokens
+        self.shares_prompts = config.actor.share_prompts
+        """Whether the ranks compute a prompt once for its samples."""
         self.meanwhile: Attend | None = None
         """What is to be done while ranks compute, until one of these references is there; None: nothing."""
         self.beside: Callable[[], None] | None = None
@@ -41,13 +43,18 @@ class ActorGroup(ActorRanks):
         self._accumulating: list[PendingCall] = []
         self._n_accumulated = 0  # calls at the head of these that are done, which need no further look
 
+    def read_sharing(self) -> None:
+        """Note whether the ranks, which have loaded the student, can share prompts: not where they pad sequences."""
+        activity = "reporting whether prompts are shared"
+        self.shares_prompts = all(self.group.control("state.shares_prompts", timeout_s=ANSWERS_S, activity=activity))
+
     def fits(self, samples: Sequence[TrainingSample]) -> bool:
         """Return whether the ranks hold these samples in one micro-batch each."""
         n_tokens, n_ranks = [sample.n_tokens for sample in samples], len(self.group)
         # Longest first leaves no rank more than the mean of all and one sequence (Graham, 1969): mostly that is enough.
         if sum(n_tokens) <= self._budget or sum(n_tokens) + n_ranks * max(n_tokens) <= n_ranks * self._budget:
             return True
-        lengths = measure_lengths(samples, self.config.actor.share_prompts)
+        lengths = measure_lengths(samples, self.shares_prompts)
         shares = balance_over_ranks(lengths, n_ranks)
         return all(fits_in_pack(share, lengths, self._budget) for share in shares)
 
@@ -191,7 +198,7 @@ class ActorGroup(ActorRanks):
         return metrics
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        return balance_over_ranks(measure_lengths(samples, self.config.actor.share_prompts), len(self.group))
+        return balance_over_ranks(measure_lengths(samples, self.shares_prompts), len(self.group))
 
     def _call(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
         """Call ``method`` of every rank; where memory runs out, again in smaller micro-batches, from now on.

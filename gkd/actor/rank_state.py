@@ -53,6 +53,10 @@ class RankState:
         """Return the step that the weights are of; None in the middle of one."""
         return self._staging.applied
 
+    def shares_prompts(self) -> bool:
+        """Return whether a prompt is computed once for its samples in a micro-batch."""
+        return self._trainer.shares_prompts
+
     def measure_idle(self) -> float:
         """Return seconds since this rank began a micro-batch; infinite before its first."""
         return time.monotonic() - self._student.began

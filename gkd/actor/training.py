@@ -75,7 +75,7 @@ class RankTrainer:
         self._sums: MetricSums | None = None  # of the chunks since the last update
         self._failed: OutOfMemory | None = None
         self._n_updates: int | None = None  # of the optimizer, which may have the number on the GPU; None: to be read
-        self._shares_prompts = config.actor.share_prompts and student.can_share_prompts(device)
+        self.shares_prompts = config.actor.share_prompts and student.can_share_prompts(device)
         self._vocab_size: int = student.lm.config.get_text_config().vocab_size
 
     @property
@@ -250,7 +250,7 @@ class RankTrainer:
     def _logprobs(self, samples: Sequence[TrainingSample]) -> LogprobsByPlace:
         """Return log-probabilities of every sample's sampled tokens."""
         scored, by_place = fetch_samples(samples, self.config.trainer.update_timeout_s), {}
-        parts, shared = self._pack(samples), self._shares_prompts
+        parts, shared = self._pack(samples), self.shares_prompts
         (n_parts,) = self._agree(len(parts))  # as many as any rank has
         for part in [*parts, *[[]] * (n_parts - len(parts))]:
             zeros = [0.0] * len(part)
@@ -284,7 +284,7 @@ class RankTrainer:
             reason = one_line(error)
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
         self.optimizer.zero_grad(set_to_none=True)
-        lengths = measure_lengths(samples, self._shares_prompts)
+        lengths = measure_lengths(samples, self.shares_prompts)
         smaller = shrink_budget(self.budget, lengths, padded=not self.student.is_packed)
         longest = max((sample.n_tokens for sample in samples), default=0)
         raise OutOfMemory(out_of_memory_text(self.config, longest, self.budget, reason), smaller)
@@ -318,7 +318,7 @@ class RankTrainer:
                 [weights[i] for i in part],
                 [samples[i].advantage for i in part],
                 [values for i in part if (values := old[i]) is not None] if has_old else None,
-                self._shares_prompts,
+                self.shares_prompts,
             )
             if micro.targets is not None:
                 check_targets(self._vocab_size, micro.targets)
@@ -359,7 +359,7 @@ class RankTrainer:
         ]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        lengths = measure_lengths(samples, self._shares_prompts)
+        lengths = measure_lengths(samples, self.shares_prompts)
         return pack(lengths, self.budget, padded=not self.student.is_packed)
 
     def _agree(self, *values: int) -> list[int]:

@@ -68,6 +68,7 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> Parts:
     rollout_group.refresh = sync.refresh
     if not is_loaded:  # once engines that are to sleep meanwhile do
         gather([actor.submit_load()], limit, announce_s=ANNOUNCE_S)
+    actor.read_sharing()
     # What is trained in 4 bits is not quite the model that the engines have read; what shards need shows at the first
     # push, which had better not come after a whole step; and only requests that begin with an adapter go on with the
     # next one.

@@ -1,9 +1,9 @@
 """Scoring with transformers: sequences laid end to end through one forward pass, without a cache or a scheduler.
 
 Only positions that are to be scored go through the head, and what sequences begin with before these is computed once
-for those that begin alike, as samples of one prompt do. On a CPU the numbers of a sequence do not depend on what is
-scored along with it, to the last bit, so that a run repeats whatever comes first: linear layers are packed
-(gkd.modeling.linear), and only sequences that attention pads alike share a pass.
+for those that begin alike, as samples of one prompt do. On one thread of a CPU the numbers of a sequence do not depend
+on what is scored along with it, to the last bit, so that a run repeats whatever comes first: linear layers are packed
+(gkd.modeling.linear), and only sequences that attention pads alike share a pass. Sums over experts do depend on it.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _add_up(slope: Tensor, index: Tensor, n_rows: int) -> Tensor:
 
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, bounds: Bounds) -> Tensor:
-    """Pad inside the attention only, without a variable-length kernel: sequences of a micro-batch are of like length.
+    """Pad inside the attention only, without a variable-length kernel, to the longest sequence of a micro-batch.
 
     q [H, T, D], k and v [G, T, D] -> [T, H, D]. Padding is on the right, which a causal mask never looks at.
     """

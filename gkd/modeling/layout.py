@@ -18,8 +18,8 @@ from gkd.types import Array, Int32
 
 MOST_KEYS = 2
 """Keys of a pack for each token that it may have, at most: they are copied for the attention, and kept for the backward
-pass. A token's activations are some 34 hidden sizes (Korthikanti et al., arXiv 2205.05198), its key and value two at
-most, and a quarter of one where eight query heads share them."""
+pass. Beside some 34 bytes for each number of a token's hidden state (Korthikanti et al., arXiv 2205.05198) its key and
+value are 4 in bfloat16, and half a byte where eight query heads share them."""
 
 
 @dataclass

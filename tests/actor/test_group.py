@@ -147,6 +147,17 @@ def test_prompts_count_once_in_what_fits_where_they_are_computed_once(
     assert actor.fits(samples) == all(len(pack([lengths[i] for i in share], 60)) <= 1 for share in shares)
 
 
+@pytest.mark.parametrize("answers", [[True, True], [False, False]])
+def test_ranks_that_cannot_share_prompts_get_shares_without(answers: list[bool]) -> None:
+    """As of a model whose sequences are padded: whole groups would leave one of them more work."""
+    ranks: Any = Ranks(2)
+    ranks.control = lambda method, **_: answers
+    actor = ActorGroup(ranks, load({}), "", lambda: ranks)
+    actor.read_sharing()
+    samples = [training_sample(prompt_id=i // 2, n_prompt=90, n=10 + 40 * (i < 2)) for i in range(4)]
+    assert sorted(map(sorted, actor._shares(samples))) == ([[0, 1], [2, 3]] if answers[0] else [[0, 2], [1, 3]])
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_ranks_that_wait_for_each_other_launch_kernels_without_the_gil(n: int) -> None:
     """The thread that hands on what a rank has could not run while a launch waits for a rank without memory."""
