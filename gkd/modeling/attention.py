@@ -40,25 +40,25 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
     max_length_k: int | None = None,
-    key_index: Tensor | None = None,
+    shared_keys: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each of S sequences, whose tokens begin at ``cu_seq_lens_q`` [S + 1].
 
     query [1, H, T, D], key and value [1, G, T, D], values of some models narrower (MLA); returns [1, T, H, D] with the
-    values' D, and no weights. With ``key_index`` [K] a sequence's keys are those at its places, which begin at
-    ``cu_seq_lens_k`` [S + 1], and its tokens the last of them. ``max_length_k``: M.
+    values' D, and no weights. ``max_length_k``: M. ``shared_keys``: where each sequence's keys begin [S + 1], and which
+    of the T they are [K]; its tokens are the last of them. None: its tokens.
     Raises ValueError for attention variants it does not compute, a mask of the model's own among them (Doge adds one to
     its scores).
     """
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("attention_mask")
-    if unsupported or cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_k is None:
+    if unsupported or cu_seq_lens_q is None or max_length_k is None:
         raise ValueError(f"packed attention lacks sequence bounds or does not compute {unsupported}")
-    bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, max_length_k, key_index)
+    keys, key_index = (cu_seq_lens_q, None) if shared_keys is None else shared_keys
+    bounds = Bounds(cu_seq_lens_q, keys, max_length_k, key_index)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, bounds)[None], None
@@ -77,10 +77,14 @@ class Bounds(NamedTuple):
     key_index: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return them as transformers' models hand them on to :func:`packed_attention`."""
+        """Return them as transformers' models hand them on to :func:`packed_attention`.
+
+        By the names that these know bounds are those of the tokens: where a model leaves the other one out, no key is
+        looked for that is not there.
+        """
+        bounds = {"cu_seq_lens_q": self.tokens, "cu_seq_lens_k": self.tokens}
         lengths = {"max_length_q": self.longest, "max_length_k": self.longest}
-        index = {} if self.key_index is None else {"key_index": self.key_index}
-        return {"cu_seq_lens_q": self.tokens, "cu_seq_lens_k": self.keys, **lengths, **index}
+        return {**bounds, **lengths, **({} if self.key_index is None else {"shared_keys": (self.keys, self.key_index)})}
 
 
 @contextmanager

@@ -161,8 +161,8 @@ def a_model() -> LlamaForCausalLM:
 
 
 def test_a_model_that_does_not_hand_on_which_keys_are_whose_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(*args: Any, cu_seq_lens_q: Any = None, cu_seq_lens_k: Any = None, key_index: Any = None, **kw: Any) -> Any:
-        return packed(*args, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_q, **kw)
+    def drop(*args: Any, shared_keys: Any = None, **kwargs: Any) -> Any:
+        return packed(*args, **kwargs)
 
     model, packed = a_model(), attention.packed_attention
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, drop)
