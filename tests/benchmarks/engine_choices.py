@@ -1,15 +1,18 @@
-"""What an engine's choices are worth: vLLM as it samples and scores here, and with one of them undone, in turn.
+"""What an engine's choices are worth: an engine as it samples and scores here, and with one of them undone, in turn.
 
     python tests/benchmarks/engine_choices.py [--hidden 512] [--layers 4] [--vocabulary 8192] [--rounds 7]
 
-Makes a Llama with random weights, and an engine that samples and one that scores from it. In each round, in turn:
+Makes a Llama with random weights, and engines that sample and score from it, vLLM's but in the last two. In each round,
+in turn:
 
 - *finished outputs alone*: 64 responses of 128 tokens, of which vLLM hands on what is finished, and of every step;
 - *samples of a prompt in one engine*: 8 samples of each of 8 prompts of 500 tokens, and one of each of 64, which an
   engine gets when the samples of a prompt go to different ones; 8 tokens each;
 - *rows as tensors*: the top 64 of 32 sequences of 64 and 128 tokens, as tensors, and taken apart into lists by vLLM;
 - *the prompt's cache*: the same K of 8 samples of each of 4 prompts of 500 and 64 tokens, which read what the first has
-  left in the cache, and each by itself.
+  left in the cache, and each by itself;
+- *prompts once, by torch*: the same by the torch engine, which computes a prompt once for the samples of a pass;
+- *torch in place of vLLM*: the same, and 2 samples of each of 16 prompts of 100 and 300 tokens.
 
 Prints medians over the rounds, and of what a round took with the choice, as a part of what it took without, the median
 and the range. A round before is not counted. Other choices have programs of their own: ``hand_out.py``, ``loss.py``,
@@ -41,11 +44,13 @@ from gkd.config.device import Device, Dtype, installed_device
 from gkd.data.model_info import ModelInfo
 from gkd.inference.engine import EngineSpec, InferenceEngine
 from gkd.inference.requests import ScoreRequest
+from gkd.inference.torch_scorer import TorchScorer
 from gkd.types import Int32, Prompt, SampleRequest, Sampling
 from tests.benchmarks.teacher_scoring import make_model
 
 SEQUENCES, PROMPT, RESPONSE, TOP_K = 64, 500, 64, 64
 LENGTH = PROMPT + 128
+SHORT_PROMPT, LONG_RESPONSE = 100, 300
 Engine = InferenceEngine[Any, Any]
 
 
@@ -60,8 +65,8 @@ class Random:
         return self._numbers.integers(1, self._vocabulary, length).astype(np.int32)
 
 
-def make_engines(path: str, device: Device) -> tuple[Engine, Engine]:
-    """Return an engine that samples and one that scores, both on the model in ``path``."""
+def make_engines(path: str, device: Device) -> tuple[Engine, Engine, Engine]:
+    """Return an engine that samples and two that score, vLLM's and torch's, all on the model in ``path``."""
     dtype: Dtype = "float32" if device == "cpu" else "bfloat16"
     model = ModelInfo.read(path, "model")
     rollout = Rollout(max_num_seqs=SEQUENCES, gpu_memory_utilization=0.3)
@@ -75,6 +80,7 @@ def make_engines(path: str, device: Device) -> tuple[Engine, Engine]:
     return (
         rollout.engine_class(EngineSpec("rollout", path, model, rollout, device, dtype, LENGTH)),
         teacher.engine_class(EngineSpec("teacher", path, model, teacher, device, dtype)),
+        TorchScorer(EngineSpec("teacher", path, model, teacher, device, dtype)),
     )
 
 
@@ -133,6 +139,13 @@ def lists() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def whole_prompts(scorer: Engine) -> Iterator[None]:
+    """Have the torch engine compute every prompt for each of its samples."""
+    with patch.object(scorer, "_shares_prompts", False):
+        yield
+
+
+@contextlib.contextmanager
 def no_cache() -> Iterator[None]:
     """Have every scored request read its whole prompt."""
     from gkd.inference import vllm_scorer
@@ -157,7 +170,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as path:
         make_model(path, options)
-        sampler, scorer = make_engines(path, device)
+        sampler, scorer, torch_scorer = make_engines(path, device)
         rows: dict[str, tuple[Callable[[], float], Callable[[], float], Any]] = {
             "finished outputs alone": (
                 *(lambda: run(sampler, sample_requests(prompts(SEQUENCES, 8), 1, 128)),) * 2,
@@ -175,6 +188,20 @@ def main() -> None:
             "the prompt's cache": (
                 *(lambda: run(scorer, score_requests(prompts(4), 8, RESPONSE, random)),) * 2,
                 no_cache,
+            ),
+            "prompts once, by torch": (
+                *(lambda: run(torch_scorer, score_requests(prompts(4), 8, RESPONSE, random)),) * 2,
+                lambda: whole_prompts(torch_scorer),
+            ),
+            "torch in place of vLLM": (
+                lambda: run(torch_scorer, score_requests(prompts(4), 8, RESPONSE, random)),
+                lambda: run(scorer, score_requests(prompts(4), 8, RESPONSE, random)),
+                contextlib.nullcontext,
+            ),
+            "the same, of long responses": (
+                lambda: run(torch_scorer, score_requests(prompts(16, SHORT_PROMPT), 2, LONG_RESPONSE, random)),
+                lambda: run(scorer, score_requests(prompts(16, SHORT_PROMPT), 2, LONG_RESPONSE, random)),
+                contextlib.nullcontext,
             ),
         }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
