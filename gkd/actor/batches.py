@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gkd.modeling.layout import MOST_KEYS, PackSize
+from gkd.modeling.layout import PackSize
 from gkd.types import TrainingSample
 
 Metrics = dict[str, float]
@@ -134,8 +134,7 @@ def fits_in_pack(part: Sequence[int], lengths: Sequence[SampleLength], budget: i
     """Return whether :func:`pack` has one micro-batch of ``part``, indices into ``lengths``, or none of no samples."""
     if len(part) < 2 or sum([lengths[i].n_tokens for i in part]) <= budget:
         return True
-    size = _measure(part, lengths)
-    return size.n_tokens <= budget and size.n_keys <= MOST_KEYS * budget
+    return _measure(part, lengths).fits(budget)
 
 
 def count_tokens(part: Sequence[int], lengths: Sequence[SampleLength], padded: bool = False) -> int:

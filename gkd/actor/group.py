@@ -51,8 +51,9 @@ class ActorGroup(ActorRanks):
     def fits(self, samples: Sequence[TrainingSample]) -> bool:
         """Return whether the ranks hold these samples in one micro-batch each."""
         n_tokens, n_ranks = [sample.n_tokens for sample in samples], len(self.group)
+        total = sum(n_tokens)
         # Longest first leaves no rank more than the mean of all and one sequence (Graham, 1969): mostly that is enough.
-        if sum(n_tokens) <= self._budget or sum(n_tokens) + n_ranks * max(n_tokens) <= n_ranks * self._budget:
+        if total <= self._budget or total + n_ranks * max(n_tokens) <= n_ranks * self._budget:
             return True
         lengths = measure_lengths(samples, self.shares_prompts)
         shares = balance_over_ranks(lengths, n_ranks)

@@ -175,7 +175,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 
     def _count_shared(self, request: ScoreRequest) -> int:
         """Return how many tokens come before the first that is scored."""
-        return request.spans[0][0] if self._shares_prompts and request.spans else 0
+        return request.spans[0][0] if self._shares_prompts else 0
 
     def _padded_length(self, request: ScoreRequest) -> int:
         """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
@@ -220,7 +220,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         layout = SequenceLayout([request.token_ids for request in requests], list(map(self._count_shared, requests)))
         if self.device != "cuda":
             layout.max_seqlen = max(map(self._padded_length, requests))
-        packed = PackedSequences.from_layout(layout, self._to_device)
+        packed = PackedSequences.from_layout(layout).to(self._to_device)
         hidden = hidden_states(self.model, packed)
         by_shape: dict[RowShape, list[int]] = {}
         for i, request in enumerate(requests):

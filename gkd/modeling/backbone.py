@@ -109,7 +109,7 @@ class _Trial:
         ids = (7 * np.arange(max(self.lengths)) + 1) % lm.config.get_text_config().vocab_size
         sequences = [ids[:n].astype(np.int32) for n in self.lengths]
         self.shared, self.whole = (
-            PackedSequences.from_layout(SequenceLayout(sequences, n), lambda tensor: tensor.to(lm.device))
+            PackedSequences.from_layout(SequenceLayout(sequences, n)).to(lambda tensor: tensor.to(lm.device))
             for n in (self.n_shared, [0] * len(sequences))
         )
         with use_padded_rows(lm):

@@ -44,6 +44,10 @@ class PackSize:
         """Return whether that would be so if what the sequence begins with were there."""
         return self.n_tokens + length - n_shared <= budget and self.n_keys + length <= MOST_KEYS * budget
 
+    def fits(self, budget: int) -> bool:
+        """Return whether a pack of at most ``budget`` tokens holds what was added."""
+        return self.n_tokens <= budget and self.n_keys <= MOST_KEYS * budget
+
     def add(self, length: int, beginning: Hashable, n_shared: int) -> None:
         """Count one more sequence."""
         self.n_tokens += self.added_tokens(length, beginning, n_shared)

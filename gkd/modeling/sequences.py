@@ -23,13 +23,10 @@ class PackedSequences:
     cu_keys: Tensor | None = None
 
     @classmethod
-    def from_layout(
-        cls, layout: SequenceLayout, move: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> PackedSequences:
-        """Return the tensors of ``layout``, each as ``move`` gives it back."""
-        arrays = layout.token_ids, layout.position_ids, layout.cu_seqlens, layout.key_index, layout.cu_keys
-        ids, positions, starts, index, cu_keys = (None if a is None else move(torch.from_numpy(a)) for a in arrays)
-        assert ids is not None and positions is not None and starts is not None
+    def from_layout(cls, layout: SequenceLayout) -> PackedSequences:
+        """Return the tensors of ``layout``, which share its memory."""
+        ids, positions, starts = map(torch.from_numpy, (layout.token_ids, layout.position_ids, layout.cu_seqlens))
+        index, cu_keys = (None if a is None else torch.from_numpy(a) for a in (layout.key_index, layout.cu_keys))
         return cls(ids, positions, starts, layout.max_seqlen, index, cu_keys)
 
     def __len__(self) -> int:

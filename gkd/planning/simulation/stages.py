@@ -19,7 +19,7 @@ from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.cache import kv_bytes
-from gkd.planning.memory.pools import count_concurrent_sequences, samples_a_prompt, tokens_of_full_micro_batch
+from gkd.planning.memory.pools import computed_length, count_concurrent_sequences, tokens_of_full_micro_batch
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.planning.transfer import transfer_of
@@ -262,10 +262,10 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     n_whole, rest = divmod(workload.samples, mini)
     parts = [(n_whole, mini)] + ([(1, rest)] if rest else [])  # how many updates, of how many samples each
     n_updates = sum(n for n, _ in parts)
-    prompt = workload.prompt / samples_a_prompt(layout, world)  # of a sample, as those of a micro-batch share it
-    length, full = prompt + workload.response, tokens_of_full_micro_batch(layout, world)
+    length, full = computed_length(layout, world), tokens_of_full_micro_batch(layout, world)
     a_response = workload.response * forward_flops(shape, workload.prompt + workload.response / 2)
-    a_layer_pass = (a_response + prompt * forward_flops(shape, workload.prompt / 2)) / length
+    a_prompt = (length - workload.response) * forward_flops(shape, workload.prompt / 2)
+    a_layer_pass = (a_response + a_prompt) / length
     a_head = head_flops(shape) * workload.response
     layers, head = 3 + actor.gradient_checkpointing - lora, 3 + layout.config.algorithm.couples_tokens - lora
     to_and_fro, from_host = 2 * c + (0 if lora else F32), 2 * c if lora else 3 * F32

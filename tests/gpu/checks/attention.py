@@ -56,7 +56,7 @@ def difference(
     torch.manual_seed(0)
     sequences = [np.arange(length, dtype=np.int32) for length in lengths]
     layout = SequenceLayout(sequences, [n_shared if n_shared < length else 0 for length in lengths])
-    its = PackedSequences.from_layout(layout, lambda tensor: tensor.to(device))
+    its = PackedSequences.from_layout(layout).to(lambda tensor: tensor.to(device))
     n, keys = len(its), its.cu_seqlens if its.cu_keys is None else its.cu_keys
     bounds = attention.Bounds(its.cu_seqlens, keys, its.max_seqlen, its.key_index)
     shapes = ((heads, size), (groups, size), (groups, value_size))

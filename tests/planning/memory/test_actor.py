@@ -175,7 +175,7 @@ def test_samples_with_a_prompt_in_common_keep_keys_beside_their_tokens(name: str
         for its in (micro, replace(micro, more_keys=0))
     )
     assert planned == pytest.approx(measured, rel=0.15)
-    assert without < planned or checkpointing
+    assert abs(planned - measured) < abs(without - measured) or checkpointing, (planned, without, measured)
 
 
 @pytest.fixture(scope="module")
