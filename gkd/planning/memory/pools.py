@@ -84,7 +84,7 @@ def largest_micro_batch(layout: Layout, world: int) -> MicroBatchSize:
     """Return the largest micro-batch of a rank; one sequence is never divided, so it holds at least the longest."""
     workload, actor = layout.workload, layout.config.actor
     samples = _samples_of_rank(layout, world)
-    computed = computed_length(layout, world)
+    computed = count_computed(layout, world)
     most_keys = MOST_KEYS * actor.micro_batch_tokens
     whole = max(round(samples * computed), workload.longest)
     tokens = min(max(actor.micro_batch_tokens, workload.longest), whole)
@@ -107,7 +107,7 @@ def samples_a_prompt(layout: Layout, world: int) -> float:
     return max(1.0, n / math.ceil(n / held))
 
 
-def computed_length(layout: Layout, world: int) -> float:
+def count_computed(layout: Layout, world: int) -> float:
     """Count the tokens that are computed for a sample of mean length, as those of a micro-batch share its prompt."""
     return layout.workload.response + layout.workload.prompt / samples_a_prompt(layout, world)
 
@@ -115,7 +115,7 @@ def computed_length(layout: Layout, world: int) -> float:
 def tokens_of_full_micro_batch(layout: Layout, world: int) -> float:
     """Return the tokens of a full micro-batch of samples of mean length, which may be full by its keys."""
     budget = layout.config.actor.micro_batch_tokens
-    return budget * min(1.0, MOST_KEYS * computed_length(layout, world) / layout.workload.length)
+    return budget * min(1.0, MOST_KEYS * count_computed(layout, world) / layout.workload.length)
 
 
 def _samples_of_rank(layout: Layout, world: int) -> int:

@@ -19,7 +19,7 @@ from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class
 from gkd.planning.memory.actor import adapter_weights
 from gkd.planning.memory.cache import kv_bytes
-from gkd.planning.memory.pools import computed_length, count_concurrent_sequences, tokens_of_full_micro_batch
+from gkd.planning.memory.pools import count_computed, count_concurrent_sequences, tokens_of_full_micro_batch
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
 from gkd.planning.transfer import transfer_of
@@ -262,7 +262,7 @@ def update_s(layout: Layout, world: int, nnodes: int) -> float:
     n_whole, rest = divmod(workload.samples, mini)
     parts = [(n_whole, mini)] + ([(1, rest)] if rest else [])  # how many updates, of how many samples each
     n_updates = sum(n for n, _ in parts)
-    length, full = computed_length(layout, world), tokens_of_full_micro_batch(layout, world)
+    length, full = count_computed(layout, world), tokens_of_full_micro_batch(layout, world)
     a_response = workload.response * forward_flops(shape, workload.prompt + workload.response / 2)
     a_prompt = (length - workload.response) * forward_flops(shape, workload.prompt / 2)
     a_layer_pass = (a_response + a_prompt) / length
