@@ -6,6 +6,8 @@ twice as fast where few tokens come at a time, and gives a row the same bits wha
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -37,13 +39,23 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def pack_linear_layers(model: nn.Module) -> None:
-    """Put a :class:`PackedLinear` in place of every linear layer of ``model``, on a CPU, where torch has oneDNN.
+    """Put a :class:`PackedLinear` in place of every linear layer of ``model``, on a CPU, where oneDNN has its type.
 
     Weights that were the layers' own are freed. Neither gradients nor new weights are possible after that.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
     for holder in list(model.modules()):
         for name, layer in list(holder.named_children()):
-            if type(layer) is nn.Linear and layer.weight.device.type == "cpu":
+            if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and can_lay_out(layer.weight.dtype):
                 setattr(holder, name, PackedLinear(layer))
+
+
+@cache
+def can_lay_out(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has matrix products of weights of ``dtype`` that are laid out already.
+
+    One without AVX-512 has none in bfloat16 and float16.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    half = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype == torch.float32 or (dtype in half and bool(getattr(torch.ops.mkldnn, half[dtype])()))

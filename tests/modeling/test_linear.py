@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gkd.modeling.linear import PackedLinear, pack_linear_layers
+from gkd.modeling.linear import PackedLinear, can_lay_out, pack_linear_layers
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -39,3 +39,15 @@ def test_every_linear_layer_of_a_model_is_replaced_and_no_other() -> None:
     assert kinds.count(PackedLinear) == 2 and nn.Linear not in kinds and Scaled in kinds
     torch.testing.assert_close(model(x), before)
     assert torch.equal(model[0].weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_type_that_this_cpu_has_no_such_products_of_stays_as_it_is(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).to(dtype)
+    x = torch.randn(5, 64, dtype=dtype)
+    before = model(x)
+    pack_linear_layers(model)
+    kinds = {type(module) for module in model.children()}
+    assert kinds == {PackedLinear if can_lay_out(dtype) else nn.Linear}
+    torch.testing.assert_close(model(x), before, rtol=2e-2, atol=2e-2)
