@@ -103,27 +103,30 @@ def _group_by_prompt(lengths: Sequence[SampleLength], order: Iterable[int]) -> l
 def pack(lengths: Sequence[SampleLength], budget: int, padded: bool = False) -> list[list[int]]:
     """Return micro-batches of at most ``budget`` tokens, first-fit decreasing, prompt by prompt.
 
-    With ``padded`` each sample of one counts as many tokens as its longest, which comes first. A sample longer than the
-    budget is a micro-batch of its own.
+    With ``padded`` each sample of one counts as many tokens as its longest. A sample longer than the budget is a
+    micro-batch of its own.
     """
     bins: list[list[int]] = []
     sizes: list[PackSize] = []
+    longest: list[int] = []  # of each micro-batch
     latest: dict[int, int] = {}  # micro-batch with samples of a prompt
 
     def has_room(index: int, number: int) -> bool:
         if padded:
-            return (len(bins[number]) + 1) * lengths[bins[number][0]].n_tokens <= budget
+            return (len(bins[number]) + 1) * max(longest[number], lengths[index].n_tokens) <= budget
         return sizes[number].has_room(budget, *lengths[index])
 
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i].n_tokens)
     for index in itertools.chain.from_iterable(_group_by_prompt(lengths, order)):
-        _, prompt_id, n_prompt = lengths[index]
+        n_tokens, prompt_id, n_prompt = lengths[index]
         numbers = itertools.chain([latest[prompt_id]] if n_prompt and prompt_id in latest else [], range(len(bins)))
         number = next((its for its in numbers if has_room(index, its)), len(bins))
         if number == len(bins):
             bins.append([])
             sizes.append(PackSize())
+            longest.append(0)
         bins[number].append(index)
+        longest[number] = max(longest[number], n_tokens)
         sizes[number].add(*lengths[index])
         if n_prompt:
             latest[prompt_id] = number

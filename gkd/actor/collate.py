@@ -28,7 +28,7 @@ def collate(
     """Lay samples end to end, each with the weight and the advantage of its tokens and their ``old`` log-probabilities.
 
     ``top_k``: K of the targets, None for none, which a batch without samples is given as other ranks' have it.
-    ``shared``: whether samples of one prompt have its tokens in common, which no model can do that is given rows.
+    ``shared``: whether samples of one prompt have its tokens in common, which is not for models in rows all through.
 
     Exactly the sampled tokens have a row, the end token like the others, so that nothing else carries loss: neither the
     prompt, nor what stands between turns, nor the position after the end.

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from gkd.config.actor import pack_size
 from gkd.errors import ConfigError
 from gkd.losses.outcomes import Kernels
+from gkd.modeling.backbone import takes_rows
 from gkd.modeling.compiling import CompileSetting, allow_compiling, compile_layers
 from gkd.modeling.sequences import PackedSequences
 
@@ -47,7 +48,7 @@ def compile_setting(value: bool | Literal["auto"]) -> CompileSetting:
 
 
 def compile_student(
-    lm: PreTrainedModel, value: bool | Literal["auto"], budget: int, device: torch.device, packed: bool
+    lm: PreTrainedModel, value: bool | Literal["auto"], budget: int, device: torch.device
 ) -> Compilation | None:
     """Have the decoder layers of ``lm`` compile when they first run, for packs of ``budget`` tokens; None: they do not.
 
@@ -55,9 +56,9 @@ def compile_student(
     true and torch cannot compile here.
     """
     setting = compile_setting(value)
-    if not compile_layers(lm, setting, device, packed, dynamic=not packed):
+    if not compile_layers(lm, setting, device, dynamic=False):
         return None
-    return Compilation(budget, not packed, setting.strict)
+    return Compilation(budget, takes_rows(lm), setting.strict)
 
 
 def use_liger(lm: PreTrainedModel, device: torch.device) -> None:

@@ -20,15 +20,18 @@ from gkd.actor.quantize import find_packed_parameters, make_load_arguments
 from gkd.config import Lora
 from gkd.config.actor import MOST_COPIED
 from gkd.errors import ConfigError
-from gkd.modeling.architecture import exact_attention
+from gkd.modeling.attention import PACKED
 from gkd.modeling.backbone import choose_attention, pack_or_pad
 from gkd.modeling.head import Head
 from gkd.modeling.reading import read_model
+from gkd.modeling.states import give_rows_to_state_layers
 from gkd.weights.file_names import FileNames
 
-Compile = Callable[[PreTrainedModel, bool], Compilation | None]
+Compile = Callable[[PreTrainedModel], Compilation | None]
 CPU = torch.device("cpu")
 META = torch.device("meta")
+ATTENTION = (*PACKED, "sdpa", "eager")
+"""What a student may have."""
 
 
 def load_sharded(
@@ -39,7 +42,7 @@ def load_sharded(
     gradient_checkpointing: bool = False,
     lora: Lora | None = None,
     offload: bool = False,
-    compiled: Compile = lambda lm, packed: None,
+    compiled: Compile = lambda lm: None,
     most_copied: int = MOST_COPIED,
 ) -> Student:
     """Read a model directory and shard it over the ranks of ``mesh``, as :func:`load` and then :func:`shard` would.
@@ -53,7 +56,7 @@ def load_sharded(
     quantize = lora is not None and lora.quantize is not None
     if mesh.size() == 1 or quantize:
         student = load(path, gradient_checkpointing, lora, device, dtype)
-        student.compilation = compiled(student.lm, student.is_packed)
+        student.compilation = compiled(student.lm)
         copies = ComputeCopies(student, dtype, find_packed_parameters(student) | student.find_exact_parameters())
         if mesh.size() > 1 or offload or copies.n_numbers > most_copied:
             shard(student, mesh, dtype, offload)
@@ -63,10 +66,11 @@ def load_sharded(
         student.copies = copies if copies.n_numbers else None
         return student
     whole = load(path, False, lora, device, dtype) if mesh.get_local_rank() == 0 else None
-    packed = torch.tensor(whole is not None and whole.is_packed, dtype=torch.int32, device=device)
-    dist.broadcast(packed, group=mesh.get_group(), group_src=0)
-    student = load(path, gradient_checkpointing, lora, device, dtype, packed=bool(packed))
-    student.compilation = compiled(student.lm, student.is_packed)
+    used = 0 if whole is None else ATTENTION.index(whole.lm.config._attn_implementation)
+    number = torch.tensor(used, dtype=torch.int32, device=device)
+    dist.broadcast(number, group=mesh.get_group(), group_src=0)
+    student = load(path, gradient_checkpointing, lora, device, dtype, attention=ATTENTION[int(number)])
+    student.compilation = compiled(student.lm)
     shard(student, mesh, dtype, offload)
     student.to_empty(device=CPU if offload else device)
     _fill(student, whole, mesh, device)
@@ -112,24 +116,24 @@ def load(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     *,
-    packed: bool | None = None,
+    attention: str | None = None,
 ) -> Student:
     """Read a model directory, parameters in float32, and put an adapter beside it if ``lora`` has a rank.
 
     ``device`` and ``dtype`` are those that are computed with. On a GPU, what is under an adapter and never trained is
-    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``. With ``packed`` no
-    weight is read: the student is on the meta device, and takes sequences laid end to end or not, accordingly. Nothing
-    is looked up on a hub. Raises ConfigError for weights that are not all there, or tied and different, for models that
-    cannot be computed (:func:`pack_or_pad`), and for adapters that the model cannot have.
+    read in ``dtype``, as the engines have it. With ``lora.quantize`` it is 4-bit, and on ``device``. With
+    ``attention``, which the model then has, no weight is read: the student is on the meta device. Nothing is looked up
+    on a hub. Raises ConfigError for weights that are not all there, or tied and different, for models that cannot be
+    computed (:func:`pack_or_pad`), and for adapters that the model cannot have.
     """
     adapted = lora is not None and lora.r is not None
     lm = read_model(
         str(path),
         f"model.path={path}",
         dtype if adapted and device.type == "cuda" else torch.float32,
-        exact_attention if packed is False else choose_attention,
+        lambda config: attention or choose_attention(config),
         **(make_load_arguments(device, dtype) if lora is not None and lora.quantize else {}),
-        **({} if packed is None else {"device_map": "meta"}),
+        **({} if attention is None else {"device_map": "meta"}),
     )
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -149,8 +153,10 @@ def load(
         add_adapter(lm, lora)
     student = Student(lm, adapted, files, find_exact(as_in_files, dtypes, dtype))
     student.eval()
-    if packed is None:
+    if attention is None:
         pack_or_pad(lm, f"model.path={path}", lm.device.type != device.type)
+    else:
+        give_rows_to_state_layers(lm)
     round_buffers(lm, dtypes)
     student.train()
     return student

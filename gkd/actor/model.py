@@ -22,7 +22,7 @@ from gkd.actor.quantize import dequantize_weights, find_packed_parameters, find_
 from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.outcomes import use_kernels
 from gkd.modeling.attention import can_share_beginnings
-from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed
+from gkd.modeling.backbone import decoder_layers, hidden_states, is_packed, takes_rows
 from gkd.modeling.head import Head
 from gkd.weights.file_names import FileNames
 
@@ -50,8 +50,13 @@ class Student(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether sequences go through it laid end to end, without padding."""
+        """Whether sequences go through it laid end to end."""
         return is_packed(self.lm)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether some or all of its layers are given rows of whole sequences, with padding."""
+        return takes_rows(self.lm)
 
     def can_share_prompts(self, device: torch.device) -> bool:
         """Return whether samples of one prompt can be computed with the prompt once on ``device``."""

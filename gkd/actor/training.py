@@ -285,7 +285,7 @@ class RankTrainer:
         # Only here is what the failed attempt held free: its frames are gone with the error. Handing on needs some.
         self.optimizer.zero_grad(set_to_none=True)
         lengths = measure_lengths(samples, self.shares_prompts)
-        smaller = shrink_budget(self.budget, lengths, padded=not self.student.is_packed)
+        smaller = shrink_budget(self.budget, lengths, padded=self.student.takes_rows)
         longest = max((sample.n_tokens for sample in samples), default=0)
         raise OutOfMemory(out_of_memory_text(self.config, longest, self.budget, reason), smaller)
 
@@ -360,7 +360,7 @@ class RankTrainer:
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         lengths = measure_lengths(samples, self.shares_prompts)
-        return pack(lengths, self.budget, padded=not self.student.is_packed)
+        return pack(lengths, self.budget, padded=self.student.takes_rows)
 
     def _agree(self, *values: int) -> list[int]:
         """Return the largest of all ranks' values, each by itself; among the hosts, as what is known there already."""

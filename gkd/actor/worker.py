@@ -94,13 +94,13 @@ class ActorWorker:
         self.weights.trainer = self.trainer
         return sum(p.numel() for p in student.parameters())
 
-    def _fuse(self, lm: PreTrainedModel, packed: bool) -> Compilation | None:
+    def _fuse(self, lm: PreTrainedModel) -> Compilation | None:
         """Have layers, which are not sharded yet, run as fewer kernels: ``actor.compile`` and ``actor.liger``."""
         actor = self.config.actor
         if actor.liger:
             use_liger(lm, self.device)
             return None
-        return compile_student(lm, actor.compile, actor.micro_batch_tokens, self.device, packed)
+        return compile_student(lm, actor.compile, actor.micro_batch_tokens, self.device)
 
     def report(self) -> dict[str, Any]:
         """Return memory and activity of this process, see :func:`gkd.cluster.workers.activity.report_here`."""

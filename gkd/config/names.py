@@ -247,7 +247,7 @@ ALWAYS: dict[str, str] = {
     "val_batch_size per_device_eval_batch_size": "engines batch by themselves; data.val_limit bounds how many prompts "
     "there are",
     "num_generations_eval": "one answer a prompt of data.val_files; a set beside them has data.val_sets.NAME.samples",
-    "padding_free use_remove_padding": "sequences are laid end to end, without padding, in every family that allows it",
+    "padding_free use_remove_padding": "sequences are laid end to end, padded within layers with a state alone",
     "shuffle_dataset shuffle": "prompts are shuffled anew whenever all were taken, as trainer.seed has it",
     "dataset_num_proc dataloader_num_workers": "data is read and tokenized before the first step",
     "optim optim.optimizer": "the optimizer is AdamW: actor.betas and actor.weight_decay",

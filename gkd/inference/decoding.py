@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from gkd.modeling.architecture import can_pack
+from gkd.modeling.architecture import is_attention_alone
 from gkd.types import Int32
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def is_decoded_plainly(model: PreTrainedModel) -> bool:
     own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     stateful = getattr(model, "_is_stateful", False)
     takes_all = inspect.signature(model.forward).parameters.keys() >= _TAKEN and _find_cache_argument(model) is not None
-    return can_pack(model.config) and not own and not stateful and takes_all
+    return is_attention_alone(model.config) and not own and not stateful and takes_all
 
 
 def _find_cache_argument(model: PreTrainedModel) -> str | None:

@@ -92,11 +92,11 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         self._n_tokens = spec.max_num_batched_tokens or self.pass_tokens[spec.device]
         self.model = _load(spec)
         from gkd.modeling.attention import can_share_beginnings
-        from gkd.modeling.backbone import is_packed
+        from gkd.modeling.backbone import is_packed, takes_rows
         from gkd.modeling.head import Head
 
-        self._is_packed = is_packed(self.model)
-        self._shares_prompts = self._is_packed and can_share_beginnings(spec.device)
+        self._takes_rows = takes_rows(self.model)
+        self._shares_prompts = is_packed(self.model) and can_share_beginnings(spec.device)
         self._head = Head(self.model)
         self._sums = _compile(self.model, spec)
         self.limits = spec.limits(spec.settings.max_model_len or spec.model.positions or UNBOUNDED_LENGTH)
@@ -162,7 +162,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         length = len(request.token_ids)
         if self.device != "cuda" and self._padded_length(request) != self._padded_length(batch[0][1]):
             return False
-        if not self._is_packed:
+        if self._takes_rows:
             return (len(batch) + 1) * max(longest, length) <= self._n_tokens
         # Asked first: to read what each of thousands begins with takes ten times as long, at every step.
         might = size.might_have_room(self._n_tokens, length, self._count_shared(request))
@@ -300,20 +300,19 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
 def _compile(lm: PreTrainedModel, spec: EngineSpec) -> SumRows | None:
     """Have the layers of ``lm`` run as fewer kernels on a GPU; returns ``sum_rows``, compiled.
 
-    None where they are left as they are: ``enforce_eager``, models that are small, padded or not dense, and machines on
-    which torch cannot compile.
+    None where they are left as they are: ``enforce_eager``, models that are small, take rows or are not dense, and
+    machines on which torch cannot compile.
     """
     if spec.device == "cpu" or spec.settings.enforce_eager:
         return None
     import torch
 
     from gkd.inference.scored_rows import sum_rows
-    from gkd.modeling.backbone import is_packed
     from gkd.modeling.compiling import CompileSetting, compile_function, compile_layers
 
     name = f"{spec.section}.enforce_eager"
     setting = CompileSetting(spec.name, "auto", f"{name}=false", f"{name}=true computes without")
-    if not compile_layers(lm, setting, torch.device(spec.device), is_packed(lm), dynamic=None):
+    if not compile_layers(lm, setting, torch.device(spec.device)):
         return None
     sums: SumRows = compile_function(sum_rows, dynamic=None)
     return sums
@@ -328,7 +327,7 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     import torch
     from transformers import GenerationConfig
 
-    from gkd.modeling.backbone import choose_attention, is_packed, pack_or_pad
+    from gkd.modeling.backbone import choose_attention, pack_or_pad, takes_rows
     from gkd.modeling.linear import pack_linear_layers
     from gkd.modeling.reading import read_model
 
@@ -343,6 +342,6 @@ def _load(spec: EngineSpec) -> PreTrainedModel:
     # A model's own settings, such as a repetition penalty, would change what is the most likely token.
     lm.generation_config = GenerationConfig()
     pack_or_pad(lm, f"{spec.section}.model.path={spec.model_path}")
-    if spec.device == "cpu" and is_packed(lm):  # others, such as Mamba, compute with weights beside their layers
+    if spec.device == "cpu" and not takes_rows(lm):  # others, such as Mamba, compute with weights beside their layers
         pack_linear_layers(lm)
     return lm

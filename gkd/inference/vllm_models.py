@@ -19,7 +19,7 @@ from gkd.config.device import installed_device
 from gkd.config.hints import suggest
 from gkd.data.model_info import has_experts
 from gkd.errors import ConfigError
-from gkd.modeling.architecture import can_pack, class_of, has_plain_attention
+from gkd.modeling.architecture import class_of, has_plain_attention, is_attention_alone
 
 if TYPE_CHECKING:
     from gkd.config import Scorer
@@ -79,7 +79,7 @@ def scoring_engine(settings: Scorer, path: str) -> str:
 
 
 def _is_dense(config: Any) -> bool:
-    return can_pack(config) and not has_experts(config) and not getattr(config, "quantization_config", None)
+    return is_attention_alone(config) and not has_experts(config) and not getattr(config, "quantization_config", None)
 
 
 def require_vllm_runs(path: str, setting: str, remedy: str) -> None:

@@ -1,1 +1,1 @@
-"""transformers' models over sequences laid end to end: attention, what is below the head, the head."""
+"""transformers' models over sequences laid end to end: attention, states, what is below the head, the head."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 Implementation: TypeAlias = Literal["sdpa", "eager"]
+_ATTENTION = {"full_attention", "sliding_attention"}
+_STATES = {"linear_attention", "conv", "hybrid"}
+_TOKENWISE = {"mlp", "moe", "dense", "sparse"}
 
 
 def exact_attention(config: Any) -> Implementation:
@@ -21,7 +24,7 @@ def has_plain_attention(config: Any) -> bool:
     """Return whether its layers are softmax attention alone, over everything or a window."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    return kinds <= {"full_attention", "sliding_attention"} and not getattr(text, "attn_logit_softcapping", None)
+    return kinds <= _ATTENTION and not getattr(text, "attn_logit_softcapping", None)
 
 
 def count_windowed_layers(config: Any) -> int:
@@ -40,6 +43,21 @@ def class_of(config: Any) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
-def can_pack(config: Any) -> bool:
-    """Return whether a model seems to be attention all through that another function can replace."""
+def is_attention_alone(config: Any) -> bool:
+    """Return whether a model is plain attention all through, which vLLM's backends can replace."""
     return has_plain_attention(config) and bool(getattr(class_of(config), "_supports_attention_backend", False))
+
+
+def can_pack(config: Any) -> bool:
+    """Return whether sequences may be laid end to end: no layer is known to look at some of the tokens before alone."""
+    own, kinds = class_of(config), set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return kinds <= _ATTENTION | _STATES | _TOKENWISE and own is not None and own._can_set_attn_implementation()
+
+
+def count_mixing_layers(config: Any) -> tuple[int, int]:
+    """Return how many layers look at more than one token, and how many of these are known to keep a state."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return text.num_hidden_layers, 0
+    return sum(kind not in _TOKENWISE for kind in kinds), sum(kind in _STATES for kind in kinds)

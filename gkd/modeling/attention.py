@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from gkd.errors import one_line
+from gkd.modeling.rows import Bounds, current_bounds, rows_of, take
 
 log = logging.getLogger("gkd")
 NAME = "gkd_packed"
-ASIDE = "gkd_packed_aside"
+IN_ROWS = "gkd_packed_in_rows"
+PACKED = (NAME, IN_ROWS)
 WIDEST_HEAD, HEAD_STEP = 256, 8  # what flash attention's kernels take
 ROUNDED = 0.05  # beside its result, of attention in bfloat16
 # Arguments by which a model selects an attention that is not the plain one; computing without them would be wrong.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_SCORES_CHANGED = ("softcap", "s_aux")  # alike for any tokens
+_UNSUPPORTED = (*_SCORES_CHANGED, "position_bias")
 
 
 def packed_attention(
@@ -39,70 +43,67 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_k: int | None = None,
-    shared_keys: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each of S sequences, whose tokens begin at ``cu_seq_lens_q`` [S + 1].
+    """Compute causal attention within each of S sequences, those of :data:`current_bounds`.
 
     query [1, H, T, D], key and value [1, G, T, D], values of some models narrower (MLA); returns [1, T, H, D] with the
-    values' D, and no weights. ``max_length_k``: M. ``shared_keys``: where each sequence's keys begin [S + 1], and which
-    of the T they are [K]; its tokens are the last of them. None: its tokens.
-    Raises ValueError for attention variants it does not compute, a mask of the model's own among them (Doge adds one to
-    its scores).
+    values' D, and no weights.
+    Raises ValueError without sequences, and for attention variants it does not compute, a mask of the model's own among
+    them (Doge adds one to its scores).
     """
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("attention_mask")
-    if unsupported or cu_seq_lens_q is None or max_length_k is None:
-        raise ValueError(f"packed attention lacks sequence bounds or does not compute {unsupported}")
-    keys, key_index = (cu_seq_lens_q, None) if shared_keys is None else shared_keys
-    bounds = Bounds(cu_seq_lens_q, keys, max_length_k, key_index)
+    if unsupported:
+        raise ValueError(f"packed attention does not compute {unsupported}")
+    bounds = current_bounds.get(query.shape[2])
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return _variable_length(q, k, v, scaling, sliding_window, bounds)[None], None
     return _attend_padded(query[0], key[0], value[0], scaling, sliding_window, bounds)[None], None
 
 
-class Bounds(NamedTuple):
-    """Bounds of the tokens and the keys of S sequences, [S + 1] each, the most keys of one, and which keys they have.
+def packed_attention_in_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute the same, also with soft caps and sinks: these by the family's own function over rows [S, H, M, D].
 
-    ``key_index`` [K] is None where the keys of all sequences are those of its tokens.
+    Raises ValueError as well for a family without such a function.
     """
+    own, changed = _find_eager(module), any(kwargs.get(name) is not None for name in _SCORES_CHANGED)
+    if own is None or attention_mask is not None or not changed:
+        return packed_attention(module, query, key, value, attention_mask, **kwargs)
+    bounds = current_bounds.get(query.shape[2])
+    rows = rows_of(bounds)
+    seen = _make_mask(bounds.longest, kwargs.get("sliding_window"), query.device)
+    mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
+    q, k, v = (rows.add(x[0]) for x in (query, key, value))
+    out, _ = own(module, q, k, v, mask[None, None], **kwargs)  # [S, M, H, D]
+    return rows.remove(out.transpose(1, 2))[None], None
 
-    tokens: Tensor
-    keys: Tensor
-    longest: int
-    key_index: Tensor | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """Return them as transformers' models hand them on to :func:`packed_attention`.
-
-        By the names that these know bounds are those of the tokens: where a model leaves the other one out, no key is
-        looked for that is not there.
-        """
-        bounds = {"cu_seq_lens_q": self.tokens, "cu_seq_lens_k": self.tokens}
-        lengths = {"max_length_q": self.longest, "max_length_k": self.longest}
-        return {**bounds, **lengths, **({} if self.key_index is None else {"shared_keys": (self.keys, self.key_index)})}
+def _find_eager(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the attention of a family in plain operations, which is in the file of its layers."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    return next((own for file in files if (own := getattr(file, "eager_attention_forward", None)) is not None), None)
 
 
 @contextmanager
-def count_windows() -> Iterator[list[int]]:
-    """Yield the windows that the attention of packed sequences is given meanwhile, one a call that has one."""
-    windows = list[int]()
-    attend = AttentionInterface()[NAME]
+def list_windows(name: str) -> Iterator[list[int | None]]:
+    """Yield the windows that the attention ``name`` is given meanwhile, one a call, None where it has none."""
+    windows = list[int | None]()
+    attend = AttentionInterface()[name]
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        if (window := kwargs.get("sliding_window")) is not None:
-            windows.append(window)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        windows.append(kwargs.get("sliding_window"))
         return attend(*args, **kwargs)
 
-    AttentionInterface.register(NAME, count)
+    AttentionInterface.register(name, note)
     try:
         yield windows
     finally:
-        AttentionInterface.register(NAME, attend)
+        AttentionInterface.register(name, attend)
 
 
 def kernel_takes(query: Tensor, value: Tensor) -> bool:
@@ -127,7 +128,7 @@ def _variable_length(
     )
     width, (cu_q, cu_k, longest, index) = v.shape[-1], bounds
     if index is not None:
-        k, v = (_Take.apply(x, index) for x in (k, v))  # type: ignore[no-untyped-call]
+        k, v = take(k, index), take(v, index)
     wide = v if width == q.shape[-1] else pad(v, (0, q.shape[-1] - width))
     out = varlen_attn(q, k, wide, cu_q, cu_k, longest, longest, scale=scale, window_size=sides, **grouped)
     assert isinstance(out, Tensor)
@@ -175,123 +176,35 @@ def _takes_enable_gqa(function: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(function).parameters
 
 
-class _Take(torch.autograd.Function):
-    """Takes rows by an index that may have some more than once, whose gradients are added up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.index, ctx.n_rows = index, len(rows)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _add_up(slope, ctx.index, ctx.n_rows), None
-
-
-def _add_up(slope: Tensor, index: Tensor, n_rows: int) -> Tensor:
-    """Return the sums [n_rows, ...] of the rows that are for the same one by ``index``."""
-    sums = torch.zeros(n_rows, *slope.shape[1:], dtype=torch.float32, device=slope.device)
-    return sums.index_add_(0, index, slope.float()).to(slope.dtype)
-
-
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, bounds: Bounds) -> Tensor:
     """Pad inside the attention only, without a variable-length kernel, to the longest sequence of a micro-batch.
 
     q [H, T, D], k and v [G, T, D] -> [T, H, D]. Padding is on the right, which a causal mask never looks at.
     """
-    padding, longest = _padding_of(bounds), bounds.longest
-    qs, ks, vs = (padding.add(x) for x in (q, k, v))
-    mask = None
-    if window is not None and window < longest:
-        steps = torch.arange(longest, device=q.device)
-        behind = steps[:, None] - steps
-        mask = (behind >= 0) & (behind < window)
+    rows, longest = rows_of(bounds), bounds.longest
+    qs, ks, vs = (rows.add(x) for x in (q, k, v))
+    mask = _make_mask(longest, window, q.device) if window is not None and window < longest else None
     out = scaled_dot_product_attention(
         qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
     )  # [S, H, M, D]
-    return padding.remove(out)
+    return rows.remove(out)
 
 
-class _Padding:
-    """Places of S sequences among S rows of M; worked out once for all layers.
-
-    ``index`` [S * M]: the token at each place of the rows, any where there is none; ``keys`` [K]: the places of each
-    sequence's tokens; ``places`` [T]: those of the tokens that are computed for it. All are None where all sequences
-    are of M tokens of their own.
-    """
-
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.index: Tensor | None = None
-        self.keys: Tensor | None = None
-        self.places: Tensor | None = None
-        lengths, longest = bounds.keys.diff().long(), bounds.longest
-        if bounds.key_index is None and bool((lengths == longest).all()):
-            return
-        steps = torch.arange(longest, device=lengths.device)
-        self.keys = self.places = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
-        self.index = (bounds.keys[:-1, None].long() + steps).clamp(max=len(self.keys) - 1).flatten()
-        if bounds.key_index is not None:
-            self.index = bounds.key_index[self.index]
-            n_before = lengths - bounds.tokens.diff()
-            is_own = (steps < lengths[:, None]) & (steps >= n_before[:, None])
-            self.places = is_own.flatten().nonzero()[:, 0]
-
-    def add(self, x: Tensor) -> Tensor:
-        """Turn tokens [H, T, D] into rows [S, H, M, D]."""
-        rows = x.transpose(0, 1).flatten(1)  # [T, H * D]
-        if self.index is not None:
-            rows = _Pad.apply(rows, self.index, self.keys, self.bounds.key_index)  # type: ignore[no-untyped-call]
-        return rows.reshape(-1, self.bounds.longest, len(x), x.shape[-1]).transpose(1, 2)
-
-    def remove(self, rows: Tensor) -> Tensor:
-        """Turn rows [S, H, M, D] into tokens [T, H, D]."""
-        tokens = rows.transpose(1, 2).flatten(0, 1)  # [S * M, H, D]
-        return tokens if self.places is None else tokens.index_select(0, self.places)
-
-
-class _Pad(torch.autograd.Function):
-    """Takes rows by an index whose other rows are padding, without a gradient; so its backward pass takes them too."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, keys: Tensor, key_index: Tensor | None) -> Tensor:
-        ctx.keys, ctx.key_index, ctx.n_rows = keys, key_index, len(rows)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
-        own = slope.index_select(0, ctx.keys)
-        return own if ctx.key_index is None else _add_up(own, ctx.key_index, ctx.n_rows), None, None, None
-
-
-@lru_cache(maxsize=1)  # tensors are keys by what they are, not by what they hold
-def _padding_of(bounds: Bounds) -> _Padding:
-    """Return the padding of sequences with these bounds, the same for every layer that is given the same tensors."""
-    return _Padding(bounds)
+def _make_mask(longest: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys [M] each query [M] of a row sees: those before it, with a window the nearest of them."""
+    steps = torch.arange(longest, device=device)
+    behind = steps[:, None] - steps
+    return (behind >= 0) & (behind < (longest if window is None else window))
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(IN_ROWS, packed_attention_in_rows)
 
 
-class _UncompiledAttention:
-    """The attention of compiled layers: not compiled itself, and its bounds do not go through the layers.
+def leave_uncompiled() -> None:
+    """Keep attention out of layers that are compiled: its shapes change with every micro-batch.
 
-    They change with every micro-batch, for which every layer would be compiled again. They stay until the next
-    micro-batch, as checkpointing computes layers once more in the backward pass.
+    Only where something is compiled: it imports the compiler.
     """
-
-    bounds: Bounds | None = None
-
-    def register(self) -> None:
-        """Make it known to transformers by :data:`ASIDE`. Only where something is compiled: it imports the compiler."""
-        disable: Any = torch.compiler.disable
-        whole = disable(self.compute, reason="its shapes change with every micro-batch")
-        AttentionInterface.register(ASIDE, whole)
-
-    def compute(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute :func:`packed_attention` with the bounds that were put aside."""
-        assert self.bounds is not None, "sequences are laid end to end by gkd.modeling.backbone"
-        return packed_attention(module, query, key, value, *args, **(kwargs | self.bounds.arguments()))
-
-
-aside = _UncompiledAttention()
+    disable: Any = torch.compiler.disable
+    AttentionInterface.register(NAME, disable(packed_attention, reason="its shapes change with every micro-batch"))

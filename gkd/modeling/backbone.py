@@ -17,10 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.errors import ConfigError, one_line
 from gkd.modeling import attention
-from gkd.modeling.architecture import can_pack, count_windowed_layers, exact_attention
+from gkd.modeling.architecture import can_pack, count_mixing_layers, count_windowed_layers, exact_attention
 from gkd.modeling.head import Head, get_backbone
 from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.rows import current_bounds
 from gkd.modeling.sequences import PackedSequences
+from gkd.modeling.states import give_rows_to_state_layers, list_state_layers_that_run
 
 log = logging.getLogger("gkd")
 ROUNDED = 0.1
@@ -30,10 +32,9 @@ float32's.
 
 
 def choose_attention(config: PretrainedConfig) -> str:
-    """Return the attention to load a model with: packed where it seems to be attention all through and replaceable.
+    """Return the attention to load a model with: packed where it can be replaced, and looks at all tokens before.
 
-    :func:`pack_or_pad` finds out whether packing works. Recurrent and linear-attention layers would carry state
-    over from one sequence to the next, and soft-capped or sink attention is not what the packed function computes.
+    :func:`pack_or_pad` finds out whether packing works.
     """
     return attention.NAME if can_pack(config) else exact_attention(config)
 
@@ -45,8 +46,13 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def is_packed(lm: PreTrainedModel) -> bool:
-    """Return whether sequences go through ``lm`` laid end to end, without padding."""
-    return lm.config._attn_implementation in (attention.NAME, attention.ASIDE)
+    """Return whether sequences go through ``lm`` laid end to end."""
+    return lm.config._attn_implementation in attention.PACKED
+
+
+def takes_rows(lm: PreTrainedModel) -> bool:
+    """Return whether layers of ``lm`` are given rows of whole sequences: all of them, or those that need to."""
+    return bool(lm.config._attn_implementation != attention.NAME)
 
 
 def hidden_states(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
@@ -55,7 +61,8 @@ def hidden_states(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
     A model that cannot pack gets them as padded rows [S, M]; none of them may then lack its beginning.
     """
     if is_packed(lm):
-        return _run_packed(lm, packed)
+        with current_bounds.use(packed.bounds, len(packed)):
+            return _run_below(lm, packed.token_ids[None], position_ids=packed.position_ids[None])[0]
     assert packed.key_index is None, "rows are whole sequences"
     lengths = packed.cu_seqlens.diff()
     steps = torch.arange(packed.max_seqlen, device=lengths.device)
@@ -67,21 +74,28 @@ def hidden_states(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
 
 @torch.no_grad()
 def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = False) -> None:
-    """Have ``lm``, loaded with :func:`choose_attention`, take padded rows where packing does not work.
+    """Have ``lm``, loaded with :func:`choose_attention`, take padded rows in those layers where packing does not work.
 
-    Sequences are tried that begin with others: their logits are to be those that transformers gives for the longest
-    alone, also where some have their beginning in common. A layer may keep where sequences begin from its attention,
-    carry a state on, or count positions by itself; an attention of its own may add to the scores; and a window may be
-    in the mask alone, which is not made then. Raises ConfigError, which begins with ``source``, where padded rows do no
-    better: of models that look at later tokens or are padded on the left, and of those that raise whatever it is. The
-    latter may work on the device that they are for, with ``computes_elsewhere``, and are padded, as nothing is known of
-    them.
+    Layers that keep a state would carry it over from one sequence to the next, and soft caps and sinks are not what
+    packed attention computes: these are given rows. Sequences are tried that begin with others: their logits are to be
+    those that transformers gives for the longest alone, also where some have their beginning in common. Otherwise all
+    layers are given rows: an attention of its own may add to the scores, and a window may be in the mask alone, which
+    is not made for packed attention.
+
+    Raises ConfigError, which begins with ``source``, where rows do no better: of models that look at later tokens or
+    are padded on the left, and of those that raise whatever it is. The latter may work on the device that they are for,
+    with ``computes_elsewhere``, and are padded, as nothing is known of them.
     """
     family = lm.config.model_type
+    give_rows_to_state_layers(lm)
     try:
-        trial = _Trial(lm)
-        if is_packed(lm) and trial.packs():
-            return
+        trial, reason = _Trial(lm), None
+        for implementation in attention.PACKED if is_packed(lm) else ():
+            lm.set_attn_implementation(implementation)
+            if (reason := trial.find_obstacle()) is None:
+                return
+        if reason is not None:
+            log.info("%s is computed with padding: %s", type(lm).__name__, reason)
         lm.set_attn_implementation(exact_attention(lm.config))
         off = trial.relative_error()
     except torch.OutOfMemoryError:
@@ -128,25 +142,29 @@ class _Trial:
         spread = (logits - logits.mean(-1, keepdim=True)).norm()
         return 0.0 if off == 0 else float(off / spread)
 
-    def packs(self) -> bool:
-        """Return whether they may be laid end to end."""
-        name = type(self.lm).__name__
+    def find_obstacle(self) -> str | None:
+        """Return why they may not be laid end to end; None where they may."""
+        config = self.lm.config
         try:
-            with attention.count_windows() as windows:
+            with (
+                attention.list_windows(config._attn_implementation) as windows,
+                list_state_layers_that_run(self.lm) as states,
+            ):
                 off = self.relative_error()
         except torch.OutOfMemoryError:
             raise
         except (ValueError, TypeError, RuntimeError) as error:
-            # Attention without bounds, layers that take no such arguments, and kernels that do not take their shapes.
-            log.info("%s is computed with padding: %s", name, one_line(error))
-            return False
-        if len(windows) < count_windowed_layers(self.lm.config):
-            log.info("%s is computed with padding: its window is in its mask alone", name)
-            return False
+            # Attention that is another one, layers that take no such arguments, kernels that do not take their shapes.
+            return one_line(error)
+        n_states = len(states) if takes_rows(self.lm) else 0
+        n_mixing, n_keeping = count_mixing_layers(config)
+        if n_states < n_keeping or n_states + len(windows) < n_mixing:
+            return "a layer looks at other tokens in a way of its own"
+        if sum(window is not None for window in windows) < count_windowed_layers(config):
+            return "its window is in its mask alone"
         if off <= (1e-3 if self.is_precise else ROUNDED):
-            return True
-        log.info("%s is computed with padding: end to end, its logits are off by %.2g of their spread", name, off)
-        return False
+            return None
+        return f"end to end, its logits are off by {off:.2g} of their spread"
 
 
 @contextmanager
@@ -158,17 +176,6 @@ def use_padded_rows(lm: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         lm.set_attn_implementation(before)
-
-
-def _run_packed(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
-    starts = packed.cu_seqlens
-    keys = starts if packed.cu_keys is None else packed.cu_keys
-    bounds = attention.Bounds(starts, keys, packed.max_seqlen, packed.key_index)
-    if lm.config._attn_implementation == attention.ASIDE:
-        attention.aside.bounds, arguments = bounds, {}
-    else:
-        arguments = bounds.arguments()
-    return _run_below(lm, packed.token_ids[None], position_ids=packed.position_ids[None], **arguments)[0]
 
 
 def _run_below(lm: PreTrainedModel, token_ids: Tensor, **kwargs: Any) -> Tensor:

@@ -17,8 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gkd.errors import ConfigError, one_line
-from gkd.modeling.attention import ASIDE, aside
-from gkd.modeling.backbone import decoder_layers
+from gkd.modeling.architecture import exact_attention
+from gkd.modeling.attention import leave_uncompiled
+from gkd.modeling.backbone import decoder_layers, takes_rows
 
 log = logging.getLogger("gkd")
 BACKEND = "inductor"
@@ -52,13 +53,15 @@ class CompileSetting:
 
 
 def compile_layers(
-    lm: PreTrainedModel, setting: CompileSetting, device: torch.device, packed: bool, dynamic: bool | None
+    lm: PreTrainedModel, setting: CompileSetting, device: torch.device, dynamic: bool | None = None
 ) -> bool:
     """Have the decoder layers of ``lm`` compile when they first run; returns False where they are left as they are.
 
-    ``packed``: sequences are laid end to end. ``dynamic``: for any sizes, instead of once for each; None: of what is
-    seen to change from the second size on. Raises ConfigError where it is strict and torch cannot compile here.
+    Where some of them take rows, all do then, and are compiled for any sizes. ``dynamic``: whether those of plain
+    attention are as well, instead of once for each size; None: of what is seen to change from the second size on.
+    Raises ConfigError where it is strict and torch cannot compile here.
     """
+    packed = not takes_rows(lm)
     wanted = device.type == "cuda" and packed and _is_dense(lm) and _is_large(lm)
     if setting.value is False or not (setting.strict or wanted):
         return False
@@ -70,10 +73,11 @@ def compile_layers(
         log.warning("the %s's layers are not compiled (%s): %s", setting.owner, setting.text, reason)
         return False
     if packed:
-        aside.register()
-        lm.set_attn_implementation(ASIDE)
+        leave_uncompiled()
+    else:
+        lm.set_attn_implementation(exact_attention(lm.config))
     for layer in layers:
-        layer.forward = compile_function(layer.forward, dynamic)
+        layer.forward = compile_function(layer.forward, dynamic if packed else True)
     if not setting.strict:
         _warn_in_one_line(setting)
     return True

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.rows import Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class PackedSequences:
     def __len__(self) -> int:
         """Return T."""
         return len(self.token_ids)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where sequences and their keys begin."""
+        keys = self.cu_seqlens if self.cu_keys is None else self.cu_keys
+        return Bounds(self.cu_seqlens, keys, self.max_seqlen, self.key_index)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> PackedSequences:
         """Return the same with every tensor as ``move`` gives it back."""

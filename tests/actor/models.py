@@ -11,6 +11,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -18,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, Target, TrainingSample
@@ -41,15 +45,26 @@ GPT2_SHAPE = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 0,
     "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8
+}  # fmt: skip
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen2 tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "mistral sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
     # Positions are learned, so that it feels where a sequence begins.
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SHAPE)),
-    # Soft-capped attention and logits: the packed function does not compute it, so rows are padded.
+    # With layers that are given rows: for soft caps, for sinks beside a window, and for a state beside attention.
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=4, query_pre_attn_scalar=8)),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SHAPE, sliding_window=4, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_ROPE)
+    ),
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(**SHAPE, **_LINEAR, layer_types=["linear_attention", "full_attention"])
+    ),
 }
+IN_ROWS = ("gemma2", "gpt_oss", "qwen3_5")
 
 
 def make(family: str, seed: int = 0) -> PreTrainedModel:
@@ -57,8 +72,11 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = FAMILIES[family]()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.fill_(-2)  # a state that lasts
+            else:
+                parameter.mul_(3)
     return model.float()
 
 

@@ -20,6 +20,7 @@ from gkd.actor.staging import Staging
 from gkd.actor.training import RankTrainer
 from gkd.config.compose import compose
 from gkd.modeling import attention
+from gkd.modeling.rows import current_bounds
 from gkd.types import VersionSpan
 from tests.actor import models
 
@@ -33,7 +34,7 @@ def attend() -> Iterator[Callable[[], None]]:
     """A GPU's kernel takes the sequences' bounds as they lie there, where a CPU's padding would look at them."""
 
     def shaped(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-        assert kwargs["cu_seq_lens_q"].device == query.device
+        assert current_bounds.get(query.shape[2]).tokens.device == query.device
         groups = query.shape[1] // key.shape[1]
         return (query + (key + value).repeat_interleave(groups, 1)).transpose(1, 2), None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gkd.actor import training
+from gkd.actor import loading, training
 from gkd.actor.loading import load
 from gkd.actor.optimizer import adamw
 from gkd.actor.staging import Staging
@@ -41,19 +41,21 @@ def update(trainer: RankTrainer, order: Sequence[int]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "shares", "takes", "n_tokens"),
+    ("attention", "shares", "takes", "n_tokens"),
     [
-        ("llama", "true", True, WHOLE - 2 * 6 - 3 * 9),
-        ("llama", "false", True, WHOLE),
-        ("llama", "true", False, WHOLE),  # as on a GPU whose kernel does not take them
-        ("gemma2", "true", True, WHOLE),  # padded
+        ("gkd_packed", "true", True, WHOLE - 2 * 6 - 3 * 9),
+        ("gkd_packed", "false", True, WHOLE),
+        ("gkd_packed", "true", False, WHOLE),  # as on a GPU whose kernel does not take them
+        ("gkd_packed_in_rows", "true", True, WHOLE - 2 * 6 - 3 * 9),
+        ("sdpa", "true", True, WHOLE),  # padded
     ],
 )
 def test_prompts_are_computed_once_where_sequences_are_packed(
-    family: str, shares: str, takes: bool, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attention: str, shares: str, takes: bool, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gkd.actor.model.can_share_beginnings", lambda _: takes)
-    models.make(family).save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "pack_or_pad", lambda lm, *_: lm.set_attn_implementation(attention))
+    models.make("llama").save_pretrained(tmp_path)
     trainer = trainer_of(tmp_path, monkeypatch, f"actor.share_prompts={shares}")
     computed: list[int] = []
     trainer.student.register_forward_pre_hook(lambda _, args: computed.append(len(args[0].sequences)))

@@ -83,7 +83,7 @@ def main() -> None:
     if device.type == "cuda":
         students = [student.bfloat16() for student in students]
     plain, compiled = students
-    compiled.compilation = compile_student(compiled.lm, True, options.tokens, device, compiled.is_packed)
+    compiled.compilation = compile_student(compiled.lm, True, options.tokens, device)
     packs = [micro.to(device) for micro in micro_batches(options.tokens, 0)]
     began = time.perf_counter()
     for micro in packs:

@@ -46,7 +46,7 @@ from tests.gpu import other_device
 from tests.inference.test_torch_scorer import INFO, mixed, of_a_prompt, run, spec_of
 
 Figures = Iterator[Any]
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "latent": 0.05}
+TOLERANCE = {"float32": 1e-4} | dict.fromkeys(("bfloat16", "latent", "states", "caps"), 0.05)
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "distill": ("on_policy_distill", {}),
     "bfloat16": ("on_policy_distill", {"model.dtype": "bfloat16"}),
@@ -56,6 +56,8 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "offload": ("grpo", {"actor.offload_optimizer": True}),
     "offload_weights": ("grpo", {"actor.offload_weights": True}),
     "checkpointing": ("gspo", {"actor.gradient_checkpointing": True}),
+    "states": ("grpo", {"model.dtype": "bfloat16"}),
+    "caps": ("grpo", {"model.dtype": "bfloat16"}),
 }
 
 
@@ -200,7 +202,7 @@ def notices() -> bool:
     return False
 
 
-STUDENTS = {"latent": make_latent}
+STUDENTS = {"latent": make_latent, "states": partial(models.make, "qwen3_5"), "caps": partial(models.make, "gemma2")}
 LLAMA = partial(models.make, "llama")
 CHECKS = {"scores": scores, "samples": samples}
 CHECKS |= {name: trains(*how, STUDENTS.get(name, LLAMA)) for name, how in RUNS.items()}

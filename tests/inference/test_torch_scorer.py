@@ -259,7 +259,7 @@ def test_rows_of_a_pass_have_a_bound_padding_included(tmp_path: Path) -> None:
 def a_scorer(*waiting: ScoreRequest | GenerateRequest) -> Any:
     """One without a model, for which these wait."""
     scorer: Any = object.__new__(TorchScorer)
-    scorer.device, scorer._is_packed, scorer._shares_prompts, scorer._n_tokens = "cpu", True, True, 1000
+    scorer.device, scorer._takes_rows, scorer._shares_prompts, scorer._n_tokens = "cpu", False, True, 1000
     scorer.limits = Limits("teacher", "", 200, 8, 128, 64)
     scorer._waiting = deque(enumerate(waiting))
     return scorer

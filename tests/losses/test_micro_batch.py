@@ -29,6 +29,7 @@ from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.losses.targets import check_targets
 from gkd.modeling import attention
+from gkd.modeling.rows import Bounds, current_bounds
 from gkd.types import Prompt, Sample, SampleRequest, Sampling, ScoredSample, TrainingSample, VersionSpan
 from tests.actor import models
 
@@ -38,7 +39,10 @@ lengths = st.lists(st.integers(1, 300), max_size=60)
 @given(lengths, st.integers(1, 400), st.booleans())
 def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: int, padded: bool) -> None:
     """Padding counts where the model is given rows: one long sequence makes many short ones as long."""
-    bins = pack([SampleLength(size) for size in sizes], budget, padded)
+    n_each = 1 + budget % 5  # samples of a prompt, which come together whatever their lengths
+    bins = pack(
+        [SampleLength(size, i // n_each, size // 2 if padded else 0) for i, size in enumerate(sizes)], budget, padded
+    )
     assert sorted(i for part in bins for i in part) == list(range(len(sizes)))
     for part in bins:
         own = [sizes[i] for i in part]
@@ -218,7 +222,7 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
     """Packing and accumulation change nothing, whatever the lengths and however tokens are weighed."""
     models.make(family).save_pretrained(tmp_path)
     student = load(tmp_path)
-    assert student.is_packed == (family != "gemma2")
+    assert student.is_packed and student.takes_rows == (family in models.IN_ROWS)
     samples, algorithm = models.scored(7), OBJECTIVES[name]
     lengths = [len(s.sample.sampled_ids) for s in samples]
     weights = token_weights(lengths, [True] * 7, aggregation, 12)
@@ -245,7 +249,7 @@ def test_packed_gradient_is_that_of_single_sequences(family: str, name: str, agg
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *((family, "reverse_kl") for family in models.FAMILIES if family != "gemma2"),
+        *((family, "reverse_kl") for family in models.FAMILIES),
         ("llama", "grpo"),
         ("gpt2", "gspo"),
     ],
@@ -319,10 +323,10 @@ def test_head_never_sees_more_than_a_chunk_of_positions(tmp_path) -> None:
 def test_packed_attention_refuses_what_it_does_not_compute() -> None:
     x = torch.zeros(1, 2, 3, 4)
     starts = torch.tensor([0, 3], dtype=torch.int32)
-    bounds = attention.Bounds(starts, starts, 3).arguments()
-    with pytest.raises(ValueError, match="softcap"):
-        attention.packed_attention(torch.nn.Module(), x, x, x, None, **bounds, softcap=30.0)
-    with pytest.raises(ValueError, match="attention_mask"):  # of the model's own, which packing would leave out
-        attention.packed_attention(torch.nn.Module(), x, x, x, torch.zeros(3, 3), **bounds)
-    with pytest.raises(ValueError, match="bounds"):
-        attention.packed_attention(torch.nn.Module(), x, x, x, None)
+    with current_bounds.use(Bounds(starts, starts, 3), 3):
+        with pytest.raises(ValueError, match="softcap"):
+            attention.packed_attention(torch.nn.Module(), x, x, x, None, softcap=30.0)
+        with pytest.raises(ValueError, match="attention_mask"):  # of the model's own, which packing would leave out
+            attention.packed_attention(torch.nn.Module(), x, x, x, torch.zeros(3, 3))
+        with pytest.raises(ValueError, match="bounds"):
+            attention.packed_attention(torch.nn.Module(), *(torch.zeros(1, 2, 4, 4),) * 3, None)

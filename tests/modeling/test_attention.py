@@ -13,13 +13,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gkd.modeling import attention
 from gkd.modeling.backbone import hidden_states, is_packed, pack_or_pad
 from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.rows import Bounds, current_bounds
 from gkd.modeling.sequences import PackedSequences
-from tests.families import config_of
+from tests.families import config_of, make
 
 KEYS, QUERIES, SIZE = 2, 14, 16
 BOUNDS = torch.tensor([0, 3, 10, 11], dtype=torch.int32)
@@ -62,7 +63,7 @@ def test_every_supported_torch_is_called_as_it_wants(
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     torch.manual_seed(0)
     q, k, v = (torch.randn(int(BOUNDS[-1]), heads, SIZE) for heads in (n_query, KEYS, KEYS))
-    out = attention._variable_length(q, k, v, 0.3, window, attention.Bounds(BOUNDS, BOUNDS, 7))
+    out = attention._variable_length(q, k, v, 0.3, window, Bounds(BOUNDS, BOUNDS, 7))
     for start, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
         expected = by_hand(q[start:end], k[start:end], v[start:end], 0.3, window)
         torch.testing.assert_close(out[start:end], expected, rtol=1e-5, atol=1e-6)
@@ -76,7 +77,7 @@ def test_values_narrower_than_keys_come_out_as_wide_as_they_are(
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     torch.manual_seed(0)
     q, k, v = (torch.randn(11, KEYS, size, requires_grad=True) for size in (24, 24, 16))
-    out = attention._variable_length(q, k, v, 0.3, None, attention.Bounds(BOUNDS, BOUNDS, 7))
+    out = attention._variable_length(q, k, v, 0.3, None, Bounds(BOUNDS, BOUNDS, 7))
     assert out.shape == (11, KEYS, 16)
     bounds = zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True)
     expected = torch.cat([by_hand(q[a:b], k[a:b], v[a:b], 0.3, None) for a, b in bounds])
@@ -98,7 +99,7 @@ def test_sequences_that_begin_alike_attend_to_one_copy_of_it(
     layout = SequenceLayout([sequences[0], np.arange(7, 14, dtype=np.int32), *sequences[1:]], [4, 0, 4, 4])
     packed = PackedSequences.from_layout(layout)
     assert packed.cu_keys is not None and packed.key_index is not None
-    bounds = attention.Bounds(packed.cu_seqlens, packed.cu_keys, packed.max_seqlen, packed.key_index)
+    bounds = packed.bounds
     torch.manual_seed(0)
     widths = ((QUERIES, size), (KEYS, size), (KEYS, SIZE))
     q, k, v = (torch.randn(len(packed), heads, width, requires_grad=True) for heads, width in widths)
@@ -160,35 +161,51 @@ def a_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=40, attn_implementation=attention.NAME)).eval()
 
 
-def test_a_model_that_does_not_hand_on_which_keys_are_whose_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(*args: Any, shared_keys: Any = None, **kwargs: Any) -> Any:
-        return packed(*args, **kwargs)
+def test_a_model_whose_kernel_does_not_take_a_beginning_in_common_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(q: Tensor, k: Tensor, v: Tensor, scale: Any, window: Any, bounds: Bounds) -> Tensor:
+        return attend(q, k, v, scale, window, Bounds(bounds.tokens, bounds.tokens, bounds.longest))
 
-    model, packed = a_model(), attention.packed_attention
-    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, drop)
+    model, attend = a_model(), attention._attend_padded
+    monkeypatch.setattr(attention, "_attend_padded", drop)
     pack_or_pad(model, "model.path")
     assert not is_packed(model)
 
 
-@torch.no_grad()
-def test_bounds_that_do_not_go_through_the_layers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a prompt in common and, after that, without."""
-    monkeypatch.setitem(AttentionInterface._global_mapping, attention.ASIDE, attention.aside.compute)
-    model, sequences = a_model(), [np.arange(n, dtype=np.int32) for n in (9, 7, 12)]
-    for n_shared in ([5, 5, 5], [0, 0, 0]):
-        its = PackedSequences.from_layout(SequenceLayout(sequences, n_shared))
-        model.set_attn_implementation(attention.NAME)
-        expected = hidden_states(model, its)
-        model.set_attn_implementation(attention.ASIDE)
-        assert torch.equal(hidden_states(model, its), expected)
+def test_bounds_are_those_of_the_pass_that_is_going_on() -> None:
+    first, second = Bounds(BOUNDS, BOUNDS, 7), Bounds(BOUNDS, BOUNDS, 8)
+    with current_bounds.use(first, 11), torch.no_grad():
+        with current_bounds.use(second, 11):
+            assert current_bounds.get(11) is second
+        assert current_bounds.get(11) is first
+    assert current_bounds.get() is first  # for what is computed once more in its backward pass
+
+
+def test_attention_that_is_not_plain_is_its_familys_own_and_has_no_further_mask() -> None:
+    """Also of a class that was derived from it elsewhere, as sharding does."""
+    model = make("gemma2", 0)
+    layer = model.model.layers[0].self_attn
+    layer.__class__ = type("Sharded", (type(layer),), {"__module__": __name__})
+    q, k, v = torch.randn(1, 2, 11, 32), torch.randn(1, 1, 11, 32), torch.randn(1, 1, 11, 32)
+    with current_bounds.use(Bounds(BOUNDS, BOUNDS, 7), 11):
+        capped, _ = attention.packed_attention_in_rows(layer, q, k, v, None, scaling=1.0, softcap=0.5)
+        plain, _ = attention.packed_attention_in_rows(layer, q, k, v, None, scaling=1.0)
+        with pytest.raises(ValueError, match="softcap"):
+            attention.packed_attention_in_rows(layer, q, k, v, torch.zeros(11, 11), scaling=1.0, softcap=0.5)
+    rows = [slice(a, b) for a, b in pairwise(BOUNDS.tolist())]
+    for own in rows:
+        scores = 0.5 * torch.tanh(q[0, :, own] @ k[0, :, own].transpose(1, 2) / 0.5)
+        seen = torch.ones_like(scores, dtype=torch.bool).tril()
+        expected = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, :, own]
+        torch.testing.assert_close(capped[0, own].transpose(0, 1), expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(capped, plain, atol=1e-2)
 
 
 def test_a_mask_of_the_models_own_is_refused_and_not_left_out() -> None:
     q, k, v = (torch.randn(1, KEYS, 11, SIZE) for _ in range(3))
-    bounds = attention.Bounds(BOUNDS, BOUNDS, 7).arguments()
-    attention.packed_attention(torch.nn.Identity(), q, k, v, None, **bounds)
-    with pytest.raises(ValueError, match="attention_mask"):
-        attention.packed_attention(torch.nn.Identity(), q, k, v, torch.zeros(1, 1, 11, 11), **bounds)
+    with current_bounds.use(Bounds(BOUNDS, BOUNDS, 7), 11):
+        attention.packed_attention(torch.nn.Identity(), q, k, v, None)
+        with pytest.raises(ValueError, match="attention_mask"):
+            attention.packed_attention(torch.nn.Identity(), q, k, v, torch.zeros(1, 1, 11, 11))
 
 
 def test_the_kernel_is_not_given_heads_that_it_does_not_have() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gkd.modeling import attention
 from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.rows import current_bounds
 from gkd.modeling.sequences import PackedSequences
 from tests.gpu.checks.context import Context, require, use_gpu
 
@@ -57,21 +58,21 @@ def difference(
     sequences = [np.arange(length, dtype=np.int32) for length in lengths]
     layout = SequenceLayout(sequences, [n_shared if n_shared < length else 0 for length in lengths])
     its = PackedSequences.from_layout(layout).to(lambda tensor: tensor.to(device))
-    n, keys = len(its), its.cu_seqlens if its.cu_keys is None else its.cu_keys
-    bounds = attention.Bounds(its.cu_seqlens, keys, its.max_seqlen, its.key_index)
+    n = len(its)
     shapes = ((heads, size), (groups, size), (groups, value_size))
     rounded = [torch.randn(1, h, n, d, device=device).bfloat16() for h, d in shapes]
     gradient = torch.randn(1, n, heads, value_size, device=device).bfloat16()
-    packed = _with_gradients([x.clone() for x in rounded], gradient, window, bounds)
-    exact = _with_gradients([x.float() for x in rounded], gradient.float(), window, bounds)
+    packed = _with_gradients([x.clone() for x in rounded], gradient, window, its)
+    exact = _with_gradients([x.float() for x in rounded], gradient.float(), window, its)
     result = [float((a.float() - b).norm() / b.norm()) for a, b in zip(packed, exact, strict=True)]
     return max(value if value == value else float("inf") for value in result)
 
 
-def _with_gradients(qkv: list[Tensor], gradient: Tensor, window: int | None, bounds: attention.Bounds) -> list[Tensor]:
+def _with_gradients(qkv: list[Tensor], gradient: Tensor, window: int | None, its: PackedSequences) -> list[Tensor]:
     """Output and the gradients of query, key and value. In float32 the packed function pads, on a GPU too."""
     for x in qkv:
         x.requires_grad_()
-    out, _ = attention.packed_attention(torch.nn.Module(), *qkv, None, sliding_window=window, **bounds.arguments())
+    with current_bounds.use(its.bounds, len(its)):
+        out, _ = attention.packed_attention(torch.nn.Module(), *qkv, None, sliding_window=window)
     out.backward(gradient)
     return [out.detach(), *(x.grad for x in qkv if x.grad is not None)]

@@ -34,7 +34,7 @@ def layers(context: Context) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(context.scratch / "compiled")
     plain, compiled = (load(context.scratch / "compiled").to(device, dtype) for _ in range(2))
-    compiled.compilation = compile_student(compiled.lm, True, BUDGET, torch.device(device), compiled.is_packed)
+    compiled.compilation = compile_student(compiled.lm, True, BUDGET, torch.device(device))
     require(compiled.compilation is not None, "no layer is compiled")
     worst = max(difference(plain, compiled, n, device) for n in (3, 12, 25))
     context.note(worst=worst)

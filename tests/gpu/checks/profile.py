@@ -170,7 +170,7 @@ def _student(path: Path, context: Context) -> tuple[Any, Any]:
     budget = 2 * _sizes(context).budget
     student = load_sharded(
         str(path / "student"), copies.mesh, device, torch.bfloat16,
-        compiled=lambda lm, packed: compile_student(lm, True, budget, device, packed),
+        compiled=lambda lm: compile_student(lm, True, budget, device),
     )  # fmt: skip
     return student, device
 

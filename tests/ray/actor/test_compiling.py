@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo import config
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gkd.actor.compiling import Compilation, compile_setting, compile_student, pack_size
 from gkd.actor.loading import load
@@ -28,6 +28,7 @@ from gkd.errors import ConfigError
 from gkd.losses.objective import objective
 from gkd.losses.outcomes import Kernels, outcomes, use_kernels
 from gkd.modeling import compiling
+from gkd.modeling.attention import NAME
 from gkd.modeling.compiling import is_compile_failure
 from tests.actor import models
 from tests.families import make
@@ -71,7 +72,7 @@ def students(model: object, path: Path, **settings: object) -> tuple[Student, St
     model.save_pretrained(path)
     plain, compiled = load(path, **settings), load(path, **settings)
     compiled.load_state_dict(plain.state_dict())  # adapters begin at random
-    compiled.compilation = compile_student(compiled.lm, True, BUDGET, CPU, compiled.is_packed)
+    compiled.compilation = compile_student(compiled.lm, True, BUDGET, CPU)
     assert compiled.compilation == Compilation(BUDGET, dynamic=not compiled.is_packed, strict=True)
     return plain, compiled
 
@@ -124,17 +125,22 @@ def test_what_a_pack_is_padded_with_is_in_no_sequence_and_no_row(tmp_path: Path)
             torch.testing.assert_close(student.compute_hidden(padded)[:n], student.compute_hidden(micro))
 
 
+def packed(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_attn_implementation(NAME)
+    return model
+
+
 def test_auto_is_gpus_and_dense_models_that_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "find_obstacle", lambda device: None)  # no GPU is needed to know
-    lm = models.make("llama")
-    assert compile_student(lm, "auto", BUDGET, CUDA, True) is None
+    lm = packed(models.make("llama"))
+    assert compile_student(lm, "auto", BUDGET, CUDA) is None
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
-    assert compile_student(lm, "auto", BUDGET, CPU, True) is None
-    assert compile_student(lm, "auto", BUDGET, CUDA, False) is None
-    assert compile_student(make("mixtral", 0), "auto", BUDGET, CUDA, True) is None
-    assert compile_student(make("qwen3_moe", 0), "auto", BUDGET, CUDA, True) is None
-    assert compile_student(lm, False, BUDGET, CUDA, True) is None
-    assert compile_student(lm, "auto", BUDGET, CUDA, True) == Compilation(BUDGET, dynamic=False, strict=False)
+    assert compile_student(lm, "auto", BUDGET, CPU) is None
+    assert compile_student(models.make("llama"), "auto", BUDGET, CUDA) is None
+    assert compile_student(packed(make("mixtral", 0)), "auto", BUDGET, CUDA) is None
+    assert compile_student(packed(make("qwen3_moe", 0)), "auto", BUDGET, CUDA) is None
+    assert compile_student(lm, False, BUDGET, CUDA) is None
+    assert compile_student(lm, "auto", BUDGET, CUDA) == Compilation(BUDGET, dynamic=False, strict=False)
 
 
 def test_a_machine_that_cannot_compile_is_named_at_the_start(
@@ -143,10 +149,10 @@ def test_a_machine_that_cannot_compile_is_named_at_the_start(
     monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
     monkeypatch.setattr(compiling, "LEAST_PARAMETERS", 1)
     with pytest.raises(ConfigError, match=r"^actor\.compile=true: .*division by zero.*; actor\.compile="):
-        compile_student(models.make("llama"), True, BUDGET, CPU, True)
+        compile_student(models.make("llama"), True, BUDGET, CPU)
     reason = compiling.find_obstacle(CPU)
     monkeypatch.setattr(compiling, "find_obstacle", lambda device: reason)
-    assert compile_student(models.make("llama"), "auto", BUDGET, CUDA, True) is None
+    assert compile_student(packed(models.make("llama")), "auto", BUDGET, CUDA) is None
     assert "(actor.compile=auto): torch could" in caplog.messages[-1]
 
 
@@ -167,7 +173,7 @@ def test_a_layer_that_cannot_be_compiled_is_a_failure_or_a_warning(
     assert text.startswith("actor.compile=auto: ") and "ZeroDivisionError" in text
     torch.compiler.reset()
     loose = load(tmp_path)
-    loose.compilation = compile_student(loose.lm, "auto", BUDGET, CUDA, True)
+    loose.compilation = compile_student(loose.lm, "auto", BUDGET, CUDA)
     compare(plain, loose, seed=0)
     (message,) = [message for message in caplog.messages if "ZeroDivisionError" in message]
     assert "(actor.compile=auto): " in message
@@ -189,4 +195,4 @@ def test_a_model_says_which_layers_are_alike() -> None:
     lm = AutoModelForCausalLM.from_config(models.make("llama").config)
     lm._no_split_modules = None
     with pytest.raises(ConfigError, match="are alike"):
-        compile_student(lm, True, BUDGET, CPU, True)
+        compile_student(lm, True, BUDGET, CPU)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gkd.actor.worker import ActorWorker
 from gkd.config import Algorithm, Model
 from gkd.errors import StudentNotWritten
+from gkd.modeling.attention import IN_ROWS
 from tests.actor import models
 from tests.families import make as make_family
 from tests.ray.actor.ranks import Ranks, call, config, put
@@ -66,6 +67,21 @@ def test_two_ranks_give_the_metrics_gradient_and_weights_of_one(ranks: dict[int,
     for key, value in single.items():
         torch.testing.assert_close(double[key], value, rtol=1e-3, atol=1e-4)
     assert any(not torch.allclose(before[key], single[key], atol=1e-3) for key in single)  # it did train
+
+
+@pytest.mark.parametrize(("family", "actor"), [("qwen3_5", {"gradient_checkpointing": True}), ("gpt_oss", {})])
+def test_layers_that_are_given_rows_are_so_on_every_rank(
+    family: str, actor: dict[str, object], processes: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """Only the first rank tries what works, with the weights that it reads."""
+    models.make(family).save_pretrained(tmp_path)
+    one, two = (processes[world].become(str(tmp_path), config(world, **actor)) for world in (1, 2))
+    read = [w.__ray_call__.remote(lambda it: it.trainer.student.lm.config._attn_implementation) for w in two.workers]
+    assert ray.get(read, timeout=60) == [IN_ROWS] * 2
+    for step in range(1, STEPS + 1):
+        batch = put([*models.scored(5, seed=step), *models.group(4, n_prompt=6, seed=step)])
+        single, double = (group.run("update", batch, step) for group in (one, two))
+        assert double == pytest.approx(single, rel=5e-4), step
 
 
 def test_gradients_that_one_copy_lacks_are_those_of_the_others(ranks: dict[int, Ranks], model_path: str) -> None:
