@@ -153,8 +153,9 @@ class _Trial:
                 off = self.relative_error()
         except torch.OutOfMemoryError:
             raise
-        except (ValueError, TypeError, RuntimeError) as error:
-            # Attention that is another one, layers that take no such arguments, kernels that do not take their shapes.
+        except Exception as error:
+            # Attention that is another one, layers that take no such arguments, kernels that do not take their shapes,
+            # and whatever else a family's own code meets.
             return one_line(error)
         n_states = len(states) if takes_rows(self.lm) else 0
         n_mixing, n_keeping = count_mixing_layers(config)

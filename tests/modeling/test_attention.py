@@ -217,7 +217,12 @@ def test_the_kernel_is_not_given_heads_that_it_does_not_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "packs"), [(RuntimeError("FlashAttention: head dimension at most 256"), False), (None, True)]
+    ("error", "packs"),
+    [
+        (RuntimeError("FlashAttention: head dimension at most 256"), False),
+        (KeyError("of a family's own code"), False),
+        (None, True),
+    ],
 )
 def test_a_model_whose_kernel_refuses_its_shapes_is_padded(
     error: Exception | None, packs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
