@@ -103,9 +103,24 @@ def _group_by_prompt(lengths: Sequence[SampleLength], order: Iterable[int]) -> l
 def pack(lengths: Sequence[SampleLength], budget: int, padded: bool = False) -> list[list[int]]:
     """Return micro-batches of at most ``budget`` tokens, first-fit decreasing, prompt by prompt.
 
-    With ``padded`` each sample of one counts as many tokens as its longest. A sample longer than the budget is a
+    With ``padded`` each sample of one counts as many tokens as its longest, and samples of a prompt, whose lengths
+    differ, are kept together only where that saves more tokens than it pads. A sample longer than the budget is a
     micro-batch of its own.
     """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i].n_tokens)
+    groups = _group_by_prompt(lengths, order)
+    packs = _first_fit(lengths, itertools.chain.from_iterable(groups), budget, padded)
+    if not padded or len(groups) == len(order):
+        return packs
+
+    def count_computed(parts: list[list[int]]) -> int:
+        return sum([count_tokens(part, lengths) + count_tokens(part, lengths, padded) for part in parts])
+
+    return min(packs, _first_fit(lengths, order, budget, padded), key=count_computed)
+
+
+def _first_fit(lengths: Sequence[SampleLength], order: Iterable[int], budget: int, padded: bool) -> list[list[int]]:
+    """Put samples in this order into the first micro-batch that has room, of those of its prompt the latest first."""
     bins: list[list[int]] = []
     sizes: list[PackSize] = []
     longest: list[int] = []  # of each micro-batch
@@ -116,8 +131,7 @@ def pack(lengths: Sequence[SampleLength], budget: int, padded: bool = False) -> 
             return (len(bins[number]) + 1) * max(longest[number], lengths[index].n_tokens) <= budget
         return sizes[number].has_room(budget, *lengths[index])
 
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i].n_tokens)
-    for index in itertools.chain.from_iterable(_group_by_prompt(lengths, order)):
+    for index in order:
         n_tokens, prompt_id, n_prompt = lengths[index]
         numbers = itertools.chain([latest[prompt_id]] if n_prompt and prompt_id in latest else [], range(len(bins)))
         number = next((its for its in numbers if has_room(index, its)), len(bins))

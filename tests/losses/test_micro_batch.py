@@ -49,6 +49,19 @@ def test_pack_keeps_every_sequence_within_the_budget(sizes: list[int], budget: i
         assert (len(own) * max(own) if padded else sum(own)) <= budget or len(part) == 1
 
 
+@pytest.mark.parametrize(("n_prompt", "responses", "together"), [(500, (100, 300), True), (20, (50, 2000), False)])
+def test_samples_of_a_prompt_are_padded_together_where_that_saves_more(
+    n_prompt: int, responses: tuple[int, int], together: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [SampleLength(n_prompt + int(rng.integers(*responses)), i // 8, n_prompt) for i in range(128)]
+    parts = pack(lengths, 8192, padded=True)
+    shared = sum(count_tokens(part, lengths) for part in parts)
+    padding = sum(count_tokens(part, lengths, padded=True) for part in parts)
+    real = sum(its.n_tokens for its in lengths)
+    assert (shared < 0.6 * real) == together and (padding < 1.06 * real) == (not together)
+
+
 @given(lengths, st.integers(1, 9))
 def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(sizes: list[int], ranks: int) -> None:
     shares = balance_over_ranks([SampleLength(size) for size in sizes], ranks)
