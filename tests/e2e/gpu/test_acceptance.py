@@ -222,9 +222,12 @@ def test_rehearsed_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert printed == [json.loads(line) for line in (tmp_path / "out" / "acceptance.jsonl").read_text().splitlines()]
     attention, ipc, done, profiled, skipped = printed
-    rows = [(row["name"], row["ok"], row["rehearsal"]) for row in printed]
-    assert rows == [(name, name != "mps" or None, True) for name in names]
-    assert len(attention["figures"]) == 18 and all(1e-4 < figure < 2e-2 for figure in attention["figures"].values())
+    outcomes = [(row["name"], row["ok"], row["rehearsal"]) for row in printed]
+    assert outcomes == [(name, name != "mps" or None, True) for name in names]
+    rows = {name: figure for name, figure in attention["figures"].items() if name.startswith("rows_")}
+    kernel = [figure for name, figure in attention["figures"].items() if name not in rows]
+    assert len(kernel) == 18 and all(1e-4 < figure < 2e-2 for figure in kernel)
+    assert rows.keys() == {"rows_gemma2", "rows_qwen3_5"} and all(0 < figure < 1e-5 for figure in rows.values())
     assert ipc["figures"]["pushes"] == 4 and ipc["figures"]["memory_grown_gib"] == 0
     assert all(profiled["figures"][name] > 0 for name in ("update_128_s", "update_64_s", "score_s", "loss_roomy_ms"))
     assert done["figures"]["uuids"][0].startswith("SIM-")

@@ -33,7 +33,7 @@ class Check:
 CHECKS = (
     Check("versions", "tests.gpu.checks.machine:versions", 27, 120),
     Check("eager", "tests.gpu.checks.runs:eager", 42, 180),
-    Check("attention", "tests.gpu.checks.attention:packed_against_padded", 10, 45),
+    Check("attention", "tests.gpu.checks.attention:packed_against_padded", 14, 90),
     Check("ipc", "tests.gpu.checks.ipc:pushes", 8, 60),
     Check("moments", "tests.gpu.checks.moments:against_adamw", 8, 60),
     Check("assignment", "tests.gpu.checks.machine:assignment", 12, 60),

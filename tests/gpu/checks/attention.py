@@ -17,6 +17,7 @@ from gkd.modeling.layout import SequenceLayout
 from gkd.modeling.rows import current_bounds
 from gkd.modeling.sequences import PackedSequences
 from tests.gpu.checks.context import Context, require, use_gpu
+from tests.gpu.checks.rows import note_models_with_rows
 
 # Query heads, key-value heads, head size, window, head size of values
 SHAPES = (
@@ -35,12 +36,16 @@ MOST = 2e-2  # relative, of bfloat16
 
 
 def packed_against_padded(context: Context) -> None:
-    """On the GPU: the kernel for sequences of any lengths; in a rehearsal what stands for it, on short ones."""
+    """On the GPU: the kernel for sequences of any lengths; in a rehearsal what stands for it, on short ones.
+
+    Then whole models, which have layers that it is not for (:mod:`tests.gpu.checks.rows`).
+    """
     with use_gpu(context.rehearsal):
         for shape, n_shared in product(SHAPES, SHARED[context.rehearsal]):
             worst = difference(*shape, "cuda", SHORT if context.rehearsal else LENGTHS, n_shared)
             context.note({"H{}_G{}_D{}_window{}_E{}".format(*shape) + f"_shared{n_shared}" * bool(n_shared): worst})
             require(worst < MOST, f"{shape}, {n_shared} tokens in common: differs by {worst:.2e}")
+        note_models_with_rows(context)
 
 
 def difference(
