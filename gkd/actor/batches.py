@@ -109,17 +109,17 @@ def pack(lengths: Sequence[SampleLength], budget: int, padded: bool = False) -> 
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i].n_tokens)
     groups = _group_by_prompt(lengths, order)
-    packs = _first_fit(lengths, itertools.chain.from_iterable(groups), budget, padded)
+    packs = _fill_in_order(lengths, itertools.chain.from_iterable(groups), budget, padded)
     if not padded or len(groups) == len(order):
         return packs
 
     def count_computed(parts: list[list[int]]) -> int:
         return sum([count_tokens(part, lengths) + count_tokens(part, lengths, padded) for part in parts])
 
-    return min(packs, _first_fit(lengths, order, budget, padded), key=count_computed)
+    return min(packs, _fill_in_order(lengths, order, budget, padded), key=count_computed)
 
 
-def _first_fit(lengths: Sequence[SampleLength], order: Iterable[int], budget: int, padded: bool) -> list[list[int]]:
+def _fill_in_order(lengths: Sequence[SampleLength], order: Iterable[int], budget: int, padded: bool) -> list[list[int]]:
     """Put samples in this order into the first micro-batch that has room, of those of its prompt the latest first."""
     bins: list[list[int]] = []
     sizes: list[PackSize] = []

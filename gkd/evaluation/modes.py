@@ -14,7 +14,8 @@ from gkd.errors import ConfigError
 from gkd.planning.layout import Layout, Models, gpu_hardware
 from gkd.planning.memory.cache import find_width_obstacle
 from gkd.planning.memory.pools import GroupMemory, pool_memory
-from gkd.planning.shapes import ModelShape, read_shape
+from gkd.planning.shapes import ModelShape
+from gkd.planning.stored import read_shape
 
 
 def gpus_here(config: Config) -> int:

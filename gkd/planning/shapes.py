@@ -2,9 +2,10 @@
 
 Shapes come from a model's config.json, or from the published ones of usual models by size. Weights are listed as
 transformers names and lays them out, so that counts agree to the last number; a model of an unknown type is counted as
-a decoder like Llama, and ``note`` names it. Building the model by transformers on torch's meta device would need no
-formulas, but took 5 to 8 s on two cores, 1.6 to 2.8 s of them to import torch and 3.2 to 6.1 s to import transformers;
-a whole plan takes 0.9 s, and works where neither is installed. tests/planning/test_shapes.py compares the two.
+a decoder like Llama, its weights as its files have them (gkd.planning.stored), and ``note`` names it. Building the
+model by transformers on torch's meta device would need no formulas, but took 5 to 8 s on two cores, 1.6 to 2.8 s of
+them to import torch and 3.2 to 6.1 s to import transformers; a whole plan takes 0.9 s, and works where neither is
+installed. tests/planning/test_shapes.py compares the two.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from gkd.data.model_info import EXPERTS, longrope_positions
-from gkd.data.tokenizer import read_json, resolve_model
-from gkd.errors import ConfigError
 from gkd.planning.windows import NO_WINDOWS, Windows, read_windows
 
 Norm = Literal["rms", "gemma", "layer"]
@@ -234,19 +232,6 @@ def shape_of_size(size: str) -> ModelShape:
     name = min(n_named, key=lambda n: abs(n_named[n] / n_wanted - 1))
     shape = shape_of(dict(zip(SIZE_FIELDS, SIZES[name], strict=True)))
     return replace(shape, note=f"{size} is taken to be {name}, {shape.n_parameters / 1e9:.2f} billion parameters")
-
-
-def read_shape(path: str, setting: str) -> ModelShape:
-    """Read the shape of the model in ``path``, a directory or the name of a locally cached model.
-
-    Raises ConfigError, naming ``setting``, where there is no config.json or a number is missing or wrong in it.
-    """
-    try:
-        return shape_of(read_json(Path(resolve_model(path, setting)) / "config.json", f"{setting}={path}"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{setting}={path}: config.json cannot be read: {error}") from None
-    except KeyError as error:
-        raise ConfigError(f"{setting}={path}: config.json has no {error.args[0]}") from None
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

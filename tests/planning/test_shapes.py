@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError
 from gkd.modeling.architecture import count_windowed_layers
-from gkd.planning.shapes import read_shape, shape_of
+from gkd.planning.shapes import shape_of
+from gkd.planning.stored import read_shape
 
 TINY = {
     "hidden_size": 48,
