@@ -56,7 +56,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "offload": ("grpo", {"actor.offload_optimizer": True}),
     "offload_weights": ("grpo", {"actor.offload_weights": True}),
     "checkpointing": ("gspo", {"actor.gradient_checkpointing": True}),
-    "states": ("grpo", {"model.dtype": "bfloat16"}),
+    "states": ("grpo", {"model.dtype": "bfloat16", "actor.gradient_checkpointing": True}),
     "caps": ("grpo", {"model.dtype": "bfloat16"}),
 }
 

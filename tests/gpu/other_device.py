@@ -253,7 +253,8 @@ def varlen_attn(
     assert query.dtype == torch.bfloat16
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256  # the kernel's result has the queries' width
-    bounds, parts = [list(pairwise(ends.tolist())) for ends in (cu_seq_q, cu_seq_k)], []
+    arrive()  # by their host's numbers: what checkpointing computes again is in a thread without this file's modes
+    bounds, parts = [list(pairwise(host_of(ends).tolist())) for ends in (cu_seq_q, cu_seq_k)], []
     assert max_q == max_k == max(b - a for a, b in bounds[1])
     assert (len(query), len(key)) == (bounds[0][-1][1], bounds[1][-1][1])
     for (start, end), (first, last) in zip(*bounds, strict=True):
