@@ -20,7 +20,8 @@ from gkd.planning.shapes import FAMILIES, Experts, Layers, ModelShape, Weight, s
 TensorSizes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"(.*?)\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
-# Parts of a model that its language model lacks: what it sees and hears, and layers that predict further tokens.
+# Parts of a model that its language model lacks: what it sees and hears, and layers that predict further tokens, which
+# others have numbered after their own (GLM-4.5).
 _OTHER_PARTS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mtp)\.")
 
 
@@ -69,6 +70,7 @@ def count_stored(shape: ModelShape, stored: TensorSizes) -> ModelShape:
     for name, match in parts.items():
         if match[1] == prefix:
             by_layer.setdefault(int(match[2]), {})[match[3]] = own.pop(name)
+    by_layer = {number: tensors for number, tensors in by_layer.items() if number < shape.n_layers}
     if len(by_layer) != shape.n_layers:
         return shape
     experts = next((kind.experts for kind in shape.layers if kind.experts), None)

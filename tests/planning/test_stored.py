@@ -38,7 +38,7 @@ def test_every_weight_is_counted(family: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_of_the_language_model_is_not_counted(tmp_path: Path) -> None:
-    """Nor a head that is tied, wherever it is stored; several files are counted as one."""
+    """Nor a head that is tied, nor a layer after the last; several files are counted as one."""
     config = {"model_type": "other", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2,
               "intermediate_size": 16, "vocab_size": 10, "tie_word_embeddings": True}  # fmt: skip
     layer = {
@@ -47,7 +47,7 @@ def test_what_is_no_part_of_the_language_model_is_not_counted(tmp_path: Path) ->
         "norm.weight": (8,),
         "conv.weight": (8, 1, 4),
     }
-    first = {f"model.layers.{i}.{name}": torch.zeros(size) for i in range(2) for name, size in layer.items()}
+    first = {f"model.layers.{i}.{name}": torch.zeros(size) for i in range(3) for name, size in layer.items()}
     first |= {"model.visual.blocks.0.weight": torch.zeros(50, 8), "mtp.layers.0.mlp.weight": torch.zeros(9, 9)}
     second = {"model.embed_tokens.weight": torch.zeros(10, 8), "lm_head.weight": torch.zeros(10, 8)}
     files = {"a.safetensors": first, "b.safetensors": second}
