@@ -13,6 +13,7 @@ from gkd.actor.compiling import compile_student
 from gkd.actor.loading import load
 from gkd.actor.model import Student
 from gkd.config import Algorithm, Rollout
+from gkd.losses.micro_batch import MicroBatch
 from gkd.losses.objective import objective
 from gkd.modeling import compiling
 from tests.actor import models
@@ -42,14 +43,19 @@ def layers(context: Context) -> None:
 
 
 def difference(plain: Student, compiled: Student, n_samples: int, device: str) -> float:
-    """The largest relative difference of the loss and of each weight's gradient; NaN counts as infinite."""
-    pairs = zip(*(_loss_and_gradients(student, n_samples, device) for student in (plain, compiled)), strict=True)
-    apart = [float((b - a).float().norm() / a.float().norm()) for a, b in pairs]
+    """The largest relative difference of the loss and of each weight's gradient."""
+    micro = micro_batch(models.scored(n_samples, seed=n_samples)).to(torch.device(device))
+    return worst_apart(loss_and_gradients(compiled, micro), loss_and_gradients(plain, micro))
+
+
+def worst_apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest of the differences, each beside ``theirs``; NaN counts as infinite."""
+    apart = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
     return max(value if value == value else float("inf") for value in apart)
 
 
-def _loss_and_gradients(student: Student, n_samples: int, device: str) -> list[Tensor]:
-    micro = micro_batch(models.scored(n_samples, seed=n_samples)).to(torch.device(device))
+def loss_and_gradients(student: Student, micro: MicroBatch) -> list[Tensor]:
+    """The loss of a micro-batch, and the gradient of every weight."""
     student.zero_grad()
     loss, _ = student(micro, objective(micro, Algorithm(), Rollout(n=2), 100))
     loss.backward()
