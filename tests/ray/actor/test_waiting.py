@@ -17,8 +17,8 @@ from tests.error_text import contains_in_order
 from tests.ray.actor.ranks import put
 from tests.ray.actor.test_memory import actor_of
 
-LIMIT_S = 1.5
-SLOW_S = 0.4
+LIMIT_S = 6.0  # far above what a busy machine lets a rank wait between two micro-batches
+SLOW_S = 1.1
 
 
 @pytest.fixture(scope="module")
