@@ -11,7 +11,7 @@ from typing import Any
 
 from gkd.errors import ConfigError, one_line
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of a layer's experts."""
 
 PIECES, PIECE_BYTES = 64, 4096

@@ -20,7 +20,8 @@ from gkd.config.device import GB, GIB, Device
 from gkd.config.top_k import required_top_k
 from gkd.data.task import require_teacher, task_of
 from gkd.errors import ConfigError
-from gkd.planning.shapes import ModelShape, shape_of, shape_of_size
+from gkd.planning.shapes import ModelShape, shape_of
+from gkd.planning.sizes import shape_of_size
 from gkd.planning.stored import read_shape
 
 F32 = 4

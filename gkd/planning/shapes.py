@@ -1,21 +1,22 @@
 """The shape of a language model: every weight it has, and what one token costs on its way through.
 
-Shapes come from a model's config.json, or from the published ones of usual models by size. Weights are listed as
-transformers names and lays them out, so that counts agree to the last number; a model of an unknown type is counted as
-a decoder like Llama, its weights as its files have them (gkd.planning.stored), and ``note`` names it. Building the
-model by transformers on torch's meta device would need no formulas, but took 5 to 8 s on two cores, 1.6 to 2.8 s of
-them to import torch and 3.2 to 6.1 s to import transformers; a whole plan takes 0.9 s, and works where neither is
-installed. tests/planning/test_shapes.py compares the two.
+Shapes come from a model's config.json, or from the published ones of usual models by size (gkd.planning.sizes).
+Weights are listed as transformers names and lays them out, so that counts agree to the last number; a model of an
+unknown type is counted as a decoder like Llama, its weights as its files have them (gkd.planning.stored), and ``note``
+names it. Building the model by transformers on torch's meta device would need no formulas, but took 5 to 8 s on two
+cores, 1.6 to 2.8 s of them to import torch and 3.2 to 6.1 s to import transformers; a whole plan takes 0.9 s, and works
+where neither is installed. tests/planning/test_shapes.py compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from gkd.data.model_info import EXPERTS, longrope_positions
+from gkd.planning.states import NO_STATES, States, layer_kinds, read_states
 from gkd.planning.windows import NO_WINDOWS, Windows, read_windows
 
 Norm = Literal["rms", "gemma", "layer"]
@@ -100,6 +101,7 @@ class ModelShape:
     is_exact: bool = True
     plain_head: bool = True
     windows: Windows = NO_WINDOWS
+    states: States = NO_STATES
     latent: int = 0
 
     @cached_property
@@ -141,6 +143,25 @@ class ModelShape:
     def n_active(self) -> float:
         """Count the parameters of the layers' matrices that one token is multiplied with; the head is not included."""
         return sum(kind.count * w.size * w.share for kind in self.layers for w in kind.weights if w.cols > 1)
+
+    @cached_property
+    def n_attending(self) -> int:
+        """Count the layers that attend to all tokens before."""
+        return max(0, self.n_layers - self.windows.n_layers - self.states.n_without_attention)
+
+    @property
+    def kept_of_token(self) -> int:
+        """Count the numbers of a token that a layer keeps: its key and value, or what both are computed from."""
+        return self.latent or 2 * self.kv_heads * self.head_dim
+
+    def mean_context(self, context: float) -> float:
+        """Return how many of ``context`` tokens before it a token attends to, in the mean of all layers.
+
+        A state counts as the tokens whose keys and values are as many numbers.
+        """
+        windows, states = self.windows, self.states
+        attended = self.n_attending * context + windows.n_layers * min(context, windows.tokens)
+        return (attended + states.n_layers * states.numbers / self.kept_of_token) / self.n_layers
 
     @property
     def head(self) -> int:
@@ -201,37 +222,14 @@ MAY_BE_0 = {
 }  # fmt: skip
 OTHER_PARTS = {"vision_config", "audio_config"}
 LARGEST = 1 << 40  # far beyond any model
-
-SIZE_FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "tie_word_embeddings", "model_type",
-)  # fmt: skip
-SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
-    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, True, "qwen2"),
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True, "qwen3"),
-    "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, True, "llama"),
-    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True, "qwen2"),
-    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 128, 151936, True, "qwen2"),
-    "Qwen3-4B": (2560, 9728, 36, 32, 8, 128, 151936, True, "qwen3"),
-    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, 152064, False, "qwen2"),
-    "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128256, False, "llama"),
-    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 128, 152064, False, "qwen2"),
-    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 128, 152064, False, "qwen2"),
-    "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128256, False, "llama"),
-    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 128, 152064, False, "qwen2"),
-    "Llama-3.1-405B": (16384, 53248, 126, 128, 8, 128, 128256, False, "llama"),
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k"),
 }
-"""Published shapes of dense models: :data:`SIZE_FIELDS` of their config.json."""
-
-
-def shape_of_size(size: str) -> ModelShape:
-    """Return the published dense model nearest to ``size`` (``1.5b``, ``350m``); its ``note`` states which that is."""
-    n_wanted = float(size[:-1]) * (1e9 if size[-1] in "bB" else 1e6)
-    # By the name's own number: a "7b" has 7.6 billion parameters.
-    n_named = {name: float(name.rsplit("-", 1)[1][:-1]) * 1e9 for name in SIZES}
-    name = min(n_named, key=lambda n: abs(n_named[n] / n_wanted - 1))
-    shape = shape_of(dict(zip(SIZE_FIELDS, SIZES[name], strict=True)))
-    return replace(shape, note=f"{size} is taken to be {name}, {shape.n_parameters / 1e9:.2f} billion parameters")
+"""What types that are not known call these numbers."""
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
@@ -246,13 +244,24 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         return _gpt2(config)
     notes = [] if kind in FAMILIES else [f"model_type {kind} is not known: counted as a decoder like Llama"]
     notes += ["only the language model is counted"] * (not whole.keys().isdisjoint(OTHER_PARTS))
-    family = FAMILIES.get(kind, Family())
+    family = FAMILIES.get(kind)
+    defaults = _read_other_names(config) if family is None else family.defaults
     try:
-        return _decoder({**family.defaults, **config}, kind, family, "; ".join(notes))
+        return _decoder({**defaults, **config}, kind, family or Family(), "; ".join(notes))
     except KeyError as error:
         if kind in FAMILIES:
             raise
         raise ValueError(f"model_type {kind} is not known, and it has no {error.args[0]} as Llama has") from None
+
+
+def _read_other_names(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers that a config.json has by other names; as many layers as it lists kinds of."""
+    numbers = {"num_hidden_layers": len(kinds)} if (kinds := layer_kinds(config)) else dict[str, int]()
+    for name, others in OTHER_NAMES.items():
+        found = next((config[other] for other in others if type(config.get(other)) is int), None)
+        if found is not None:
+            numbers[name] = found
+    return numbers
 
 
 def _require_counts(config: Any) -> Mapping[str, Any]:
@@ -292,7 +301,7 @@ def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) ->
         tuple(root), family.norm, family.norms, family.qk_norm, note=note, is_exact=not note,
         plain_head=LOGIT_CHANGES.isdisjoint(config),
         positions=min(filter(None, (config.get("max_position_embeddings"), longrope_positions(config))), default=None),
-        windows=read_windows(config, kind, n_layers),
+        windows=read_windows(config, kind, n_layers), states=read_states(config, kind, n_layers),
         latent=config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0) if config.get("kv_lora_rank") else 0,
     )  # fmt: skip
 

@@ -34,10 +34,6 @@ class Windows:
     tokens: int = 0
     n_layers: int = 0
 
-    def mean_context(self, context: float, n_layers: int) -> float:
-        """Return how many of ``context`` tokens before it a token attends to, in the mean of all ``n_layers``."""
-        return context - self.n_layers * max(0.0, context - self.tokens) / n_layers
-
 
 NO_WINDOWS = Windows()
 

@@ -33,7 +33,7 @@ from gkd.driver.validation.best import BestModel
 from gkd.durable import DirectoryIdentity
 from gkd.errors import ConfigError, SignalExit
 from gkd.observability.report import read
-from gkd.planning.shapes import SIZE_FIELDS, SIZES
+from gkd.planning.sizes import SIZE_FIELDS, SIZES
 
 
 def test_a_step_and_what_memory_depends_on() -> None:

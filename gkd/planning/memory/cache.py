@@ -1,13 +1,16 @@
 """Over how many GPUs vLLM divides a model, and what sequences take of its cache there.
 
-vLLM keeps the keys and values of all tokens of a layer that attends to all, of one with a window those of the window.
+vLLM keeps the keys and values of all tokens of a layer that attends to all, of one with a window those of the window,
+and of one with a state that alone, in a block that is made large enough for it.
 It puts layers of one kind into groups of as many layers each, which take blocks from one pool
 (vllm.v1.core.kv_cache_utils, _get_kv_cache_groups_uniform_page_size).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gkd.planning.shapes import ModelShape
 
@@ -56,7 +59,7 @@ def find_width_obstacle(shape: ModelShape, tp: int) -> str:
 
 
 def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
-    """Return the bytes of one token in the cache of one GPU, where no layer has a window.
+    """Return the bytes of one token in the cache of one GPU, where every layer attends to all tokens.
 
     More GPUs than key-value heads repeat these. A latent vector that keys and values are computed from is on every GPU.
     """
@@ -66,7 +69,7 @@ def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
 
 def block_bytes(shape: ModelShape, tp: int, c: int) -> int:
     """Return the bytes of a block: of as many layers as a group has."""
-    return BLOCK * _groups(shape)[0] * kv_bytes(shape, tp, c) // shape.n_layers
+    return _block_tokens(shape, tp, c) * _groups(shape).size * kv_bytes(shape, tp, c) // shape.n_layers
 
 
 def cache_use(shape: ModelShape, tp: int, c: int, length: int, step_tokens: int, block: int = BLOCK) -> CacheUse:
@@ -74,23 +77,42 @@ def cache_use(shape: ModelShape, tp: int, c: int, length: int, step_tokens: int,
 
     A window may begin within a block (vllm.v1.kv_cache_interface, SlidingWindowSpec.max_admission_blocks_per_request).
     """
-    n_layers, n_full, n_windowed = _groups(shape)
-    a_block, whole = block * n_layers * kv_bytes(shape, tp, c) // shape.n_layers, -(-length // block)
+    groups, block = _groups(shape), max(block, _block_tokens(shape, tp, c))
+    a_block, whole = block * groups.size * kv_bytes(shape, tp, c) // shape.n_layers, -(-length // block)
     first, further = (
-        a_block * (n_full * whole + n_windowed * min(whole, -(-(shape.windows.tokens - 1 + tokens) // block) + 1))
+        a_block
+        * (
+            groups.full * whole
+            + groups.windowed * min(whole, -(-(shape.windows.tokens - 1 + tokens) // block) + 1)
+            + groups.states
+        )
         for tokens in (STEPS_AT_ONCE * step_tokens, 1)
     )
     return CacheUse(first, further)
 
 
-def _groups(shape: ModelShape) -> tuple[int, int, int]:
-    """Return the layers of a group, and how many groups of layers without and with a window there are.
+def _block_tokens(shape: ModelShape, tp: int, c: int) -> int:
+    """Return the tokens of a block, which holds a state (vllm.platforms.interface, _align_hybrid_block_size)."""
+    state = shape.states.numbers * c * shape.n_layers / tp
+    return BLOCK * max(1, math.ceil(state / (BLOCK * kv_bytes(shape, tp, c))))
 
-    A group has as many layers as there are of the rarer kind, or of the other where those are less than half as many
-    more.
+
+class _Groups(NamedTuple):
+    """Counts the layers of a group, and the groups of layers of each kind."""
+
+    size: int
+    full: int
+    windowed: int
+    states: int
+
+
+def _groups(shape: ModelShape) -> _Groups:
+    """Return the groups that vLLM makes.
+
+    A group has as many layers as there are of the rarest kind, or of the most frequent one where those are less than
+    half as many more.
     """
-    windowed = shape.windows.n_layers
-    full = shape.n_layers - windowed
-    least, most = min(full or windowed, windowed or full), max(full, windowed)
+    counts = (shape.n_attending, shape.windows.n_layers, shape.states.n_layers)
+    least, most = min(filter(None, counts), default=1), max(counts)
     size = most if most < 1.5 * least else least
-    return size, -(-full // size), -(-windowed // size)
+    return _Groups(size, *(-(-count // size) for count in counts))

@@ -248,7 +248,7 @@ def _count_unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer
     """Return what the class of the engines counts, and the process."""
     shape, workload = layout.models.shape_of(group), layout.workload
     longest = min(engine.max_model_len, workload.longest) if isinstance(engine, RewardModel) else workload.longest
-    cached = shape.windows.mean_context(longest, shape.n_layers)
+    cached = shape.mean_context(longest)
     load = EngineLoad(
         device=layout.device,
         n_parameters=shape.n_parameters,
@@ -306,7 +306,7 @@ def _use_of(layout: Layout, group: str, engine: Engine, length: int) -> CacheUse
     managed = engine_class(engine, shape).managed_memory
     if managed is None:
         rounded = -(-length // BLOCK) * BLOCK
-        each = math.ceil(kv_bytes(shape, tp, c) * shape.windows.mean_context(rounded, shape.n_layers))
+        each = math.ceil(kv_bytes(shape, tp, c) * shape.mean_context(rounded))
         return CacheUse(each, each)
     on_gpu: int = managed.by_size(managed.step_tokens, layout.hardware.memory)
     return cache_use(shape, tp, c, length, length if layout.hardware.is_cpu else on_gpu)

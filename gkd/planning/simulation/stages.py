@@ -135,7 +135,7 @@ def stages_of(layout: Layout) -> Stages:
 
 def forward_flops(shape: ModelShape, context: float) -> float:
     """Count the operations of one token with ``context`` tokens before it through all layers, without the head."""
-    attended = shape.windows.mean_context(context, shape.n_layers)
+    attended = shape.mean_context(context)
     return 2 * shape.n_active + 4 * shape.n_layers * shape.heads * shape.head_dim * attended
 
 
@@ -188,7 +188,7 @@ def _decode_on_device_s(layout: Layout, engine: Engine, n: float) -> float:
     workload, shape, c = layout.workload, layout.models.student, layout.compute_bytes
     tp, (rate, reading) = engine.tensor_parallel_size, _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
-    cached = shape.windows.mean_context(context, shape.n_layers)
+    cached = shape.mean_context(context)
     read = c * weights_read(shape, n) + n * cached * tp * kv_bytes(shape, tp, c)
     return max(read / reading, n * (forward_flops(shape, context) + head_flops(shape)) / rate)
 

@@ -23,7 +23,8 @@ from gkd.planning.memory.pools import (
     pool_memory,
     slots_of,
 )
-from gkd.planning.shapes import shape_of, shape_of_size
+from gkd.planning.shapes import shape_of
+from gkd.planning.sizes import shape_of_size
 from tests.error_text import contains_in_order
 from tests.own.random_tokens import RandomTokens
 from tests.planning.layouts import QWEN3_30B, layout_of, layout_with
