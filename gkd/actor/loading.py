@@ -154,7 +154,7 @@ def load(
     student = Student(lm, adapted, files, find_exact(as_in_files, dtypes, dtype))
     student.eval()
     if attention is None:
-        pack_or_pad(lm, f"model.path={path}", lm.device.type != device.type)
+        pack_or_pad(lm, f"model.path={path}", device)
     else:
         give_rows_to_state_layers(lm)
     round_buffers(lm, dtypes)

@@ -68,6 +68,7 @@ def _find_unused_parts(config: Config) -> Iterator[tuple[str, str, Collection[st
         yield f"{name} learns from no rewards", "reward", used
     for section, setting, has_effect, why in (
         ("teacher", "server_port", "teacher" not in groups, "the run starts a teacher, without teacher.server_ip"),
+        ("reference", "max_top_k", "reference" not in groups, "a reference gives one log-probability a token"),
         ("watch", "distill_kl", config.algorithm.distils, f"{name} learns no teacher's distribution"),
         ("watch", "reference_kl", config.algorithm.needs_reference, "algorithm.kl.coef=0 uses no reference"),
         ("watch", "no_advantage_steps", config.algorithm.policy_weight > 0, f"{name} learns from no rewards"),

@@ -19,6 +19,7 @@ from gkd.errors import ConfigError, one_line
 from gkd.modeling import attention
 from gkd.modeling.architecture import can_pack, count_mixing_layers, count_windowed_layers, exact_attention
 from gkd.modeling.head import Head, get_backbone
+from gkd.modeling.kernels import list_missing_packages, use_reference_code
 from gkd.modeling.layout import SequenceLayout
 from gkd.modeling.rows import current_bounds
 from gkd.modeling.sequences import PackedSequences
@@ -73,19 +74,32 @@ def hidden_states(lm: PreTrainedModel, packed: PackedSequences) -> Tensor:
 
 
 @torch.no_grad()
-def pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool = False) -> None:
+def pack_or_pad(lm: PreTrainedModel, source: str, device: torch.device | None = None) -> None:
     """Have ``lm``, loaded with :func:`choose_attention`, take padded rows in those layers where packing does not work.
 
     Layers that keep a state would carry it over from one sequence to the next, and soft caps and sinks are not what
     packed attention computes: these are given rows. Sequences are tried that begin with others: their logits are to be
     those that transformers gives for the longest alone, also where some have their beginning in common. Otherwise all
     layers are given rows: an attention of its own may add to the scores, and a window may be in the mask alone, which
-    is not made for packed attention.
+    is not made for packed attention. ``device`` is what the model is for, where it is not there yet. Warns of layers
+    that a GPU computes without the kernels that are made for them.
 
     Raises ConfigError, which begins with ``source``, where rows do no better: of models that look at later tokens or
-    are padded on the left, and of those that raise whatever it is. The latter may work on the device that they are for,
-    with ``computes_elsewhere``, and are padded, as nothing is known of them.
+    are padded on the left, and of those that raise whatever it is. The latter may work on their own device, if they are
+    on another one, and are padded, as nothing is known of them.
     """
+    device = device or lm.device
+    with list_missing_packages() as missing, use_reference_code(lm.device):
+        _pack_or_pad(lm, source, lm.device.type != device.type)
+    if missing and device.type == "cuda":
+        log.warning(
+            "%s: transformers computes %s by reference code, which on a GPU is many times slower than kernels of "
+            "packages that are not installed: pip install %s",
+            source, ", ".join(sorted(missing)), " ".join(sorted(set(missing.values()))),
+        )  # fmt: skip
+
+
+def _pack_or_pad(lm: PreTrainedModel, source: str, computes_elsewhere: bool) -> None:
     family = lm.config.model_type
     give_rows_to_state_layers(lm)
     try:

@@ -103,6 +103,7 @@ def test_settings_of_one_group_are_one_line_that_names_why() -> None:
         (["+recipe=grpo"], "watch.reference_kl=[0,1]"),
         (["+recipe=on_policy_distill"], "watch.no_advantage_steps=3"),
         (["+recipe=sft"], "watch.mismatch_kl=0.5"),
+        (["+recipe=grpo", "algorithm.kl.coef=0.1"], "reference.max_top_k=5"),
     ],
 )
 def test_a_setting_beside_those_that_have_an_effect_is_warned_of(run: list[str], setting: str) -> None:

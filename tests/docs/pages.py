@@ -30,7 +30,7 @@ MODULES = {
     "python launch/submit.py": "submit",
 }
 OF_OTHERS = {
-    "pip install": {"-e", "nixl", "pre-commit"},
+    "pip install": {"-e", "nixl", "flash-linear-attention", "causal-conv1d", "pre-commit"},
     "apt-get install": {"chromium", "gcc", "python3-dev"},
     "pre-commit install": set(),
     "mkdocs build": {"--strict"},

@@ -267,7 +267,7 @@ def test_a_model_that_the_cpu_cannot_try_is_padded(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no kernel for a CPU")
 
     monkeypatch.setattr(model, "forward", fail)
-    pack_or_pad(model, "model.path", computes_elsewhere=True)
+    pack_or_pad(model, "model.path", torch.device("cuda"))
     assert not is_packed(model)
 
 

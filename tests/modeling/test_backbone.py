@@ -61,7 +61,7 @@ def test_a_family_that_is_not_computed_as_transformers_does_is_refused(family: s
 def test_a_family_that_only_a_gpu_computes_is_not_refused_for_what_a_cpu_cannot(tmp_path: Path) -> None:
     """Kernels of some are there for GPUs alone, and the student is on the CPU as it is read."""
     model = make("prophetnet")
-    pack_or_pad(model, "model.path", computes_elsewhere=True)
+    pack_or_pad(model, "model.path", torch.device("cuda"))
     model = make("cpmant")
     with pytest.raises(ConfigError, match="cpmant"):
-        pack_or_pad(model, "model.path", computes_elsewhere=True)
+        pack_or_pad(model, "model.path", torch.device("cuda"))
