@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -88,10 +88,10 @@ def pack_or_pad(lm: PreTrainedModel, source: str, device: torch.device | None = 
     are padded on the left, and of those that raise whatever it is. The latter may work on their own device, if they are
     on another one, and are padded, as nothing is known of them.
     """
-    device = device or lm.device
-    with list_missing_packages() as missing, use_reference_code(lm.device):
-        _pack_or_pad(lm, source, lm.device.type != device.type)
-    if missing and device.type == "cuda":
+    computes_elsewhere = device is not None and lm.device.type != device.type
+    with list_missing_packages() as missing, use_reference_code() if computes_elsewhere else nullcontext():
+        _pack_or_pad(lm, source, computes_elsewhere)
+    if missing and (device or lm.device).type == "cuda":
         log.warning(
             "%s: transformers computes %s by reference code, which on a GPU is many times slower than kernels of "
             "packages that are not installed: pip install %s",

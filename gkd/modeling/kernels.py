@@ -10,25 +10,23 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from transformers.integrations import hub_kernels
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
 _FALLS_BACK = re.compile(r"`(\w+)` is falling back .* because `([\w.-]+)` is not installed")
 
 
 @contextmanager
-def use_reference_code(device: torch.device) -> Iterator[None]:
-    """Have layers on a CPU meanwhile be computed by transformers' own code, also where kernels are installed.
+def use_reference_code() -> Iterator[None]:
+    """Have layers meanwhile be computed by transformers' own code, which runs on every device.
 
-    transformers does so where a model is exported, and asks for that by the name that is replaced here.
+    It does so itself where a model is exported, and asks for that by the name that is replaced here.
     """
-    before = hub_kernels.is_torchdynamo_exporting
-    if device.type == "cpu":
-        hub_kernels.is_torchdynamo_exporting = lambda: True
+    hub_kernels.is_torchdynamo_exporting = lambda: True
     try:
         yield
     finally:
-        hub_kernels.is_torchdynamo_exporting = before
+        hub_kernels.is_torchdynamo_exporting = is_torchdynamo_exporting
 
 
 @contextmanager
@@ -38,6 +36,7 @@ def list_missing_packages() -> Iterator[dict[str, str]]:
     transformers warns of each one once in a process, in a log that nobody reads on a cluster.
     """
     missing = dict[str, str]()
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
 
     def note(record: logging.LogRecord) -> bool:
         match = _FALLS_BACK.search(record.getMessage())

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from gkd.data.model_info import EXPERTS, longrope_positions
-from gkd.planning.states import NO_STATES, States, layer_kinds, read_states
+from gkd.planning.states import LARGEST, NO_STATES, States, layer_kinds, read_states
 from gkd.planning.windows import NO_WINDOWS, Windows, read_windows
 
 Norm = Literal["rms", "gemma", "layer"]
@@ -149,19 +149,10 @@ class ModelShape:
         """Count the layers that attend to all tokens before."""
         return max(0, self.n_layers - self.windows.n_layers - self.states.n_without_attention)
 
-    @property
-    def kept_of_token(self) -> int:
-        """Count the numbers of a token that a layer keeps: its key and value, or what both are computed from."""
-        return self.latent or 2 * self.kv_heads * self.head_dim
-
     def mean_context(self, context: float) -> float:
-        """Return how many of ``context`` tokens before it a token attends to, in the mean of all layers.
-
-        A state counts as the tokens whose keys and values are as many numbers.
-        """
-        windows, states = self.windows, self.states
-        attended = self.n_attending * context + windows.n_layers * min(context, windows.tokens)
-        return (attended + states.n_layers * states.numbers / self.kept_of_token) / self.n_layers
+        """Return how many of ``context`` tokens before it a token attends to, in the mean of all layers."""
+        windowed = self.windows.n_layers * min(context, self.windows.tokens)
+        return (self.n_attending * context + windowed) / self.n_layers
 
     @property
     def head(self) -> int:
@@ -213,21 +204,22 @@ FAMILIES: dict[str, Family] = {
 }
 COUNTS = {
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
     "decoder_sparse_step", "n_embd", "n_inner", "n_layer", "n_head", "n_positions",
 }  # fmt: skip
 MAY_BE_0 = {
-    *EXPERTS, "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank",
-    "qk_rope_head_dim",
+    *EXPERTS, "num_experts_per_tok", "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+    "kv_lora_rank", "qk_rope_head_dim",
 }  # fmt: skip
 OTHER_PARTS = {"vision_config", "audio_config"}
-LARGEST = 1 << 40  # far beyond any model
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
-    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner"),
-    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "num_attention_groups"),
+    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "block_ff_dim", "n_inner"),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
 }
 """What types that are not known call these numbers."""
 
@@ -255,12 +247,17 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _read_other_names(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers that a config.json has by other names; as many layers as it lists kinds of."""
+    """Return the numbers that a config.json has by other names; as many layers as it lists kinds of.
+
+    Raises ValueError for one that is none.
+    """
     numbers = {"num_hidden_layers": len(kinds)} if (kinds := layer_kinds(config)) else dict[str, int]()
     for name, others in OTHER_NAMES.items():
-        found = next((config[other] for other in others if type(config.get(other)) is int), None)
-        if found is not None:
-            numbers[name] = found
+        found = next((other for other in others if other in config), None)
+        if found is not None and name not in config:
+            numbers[name] = _require_count(config, found)
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        numbers["num_key_value_heads"] = 1
     return numbers
 
 
@@ -273,10 +270,15 @@ def _require_counts(config: Any) -> Mapping[str, Any]:
         raise ValueError("it does not describe a model")
     entries = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     for name in entries.keys() & (COUNTS | MAY_BE_0):
-        value = entries[name]
-        if type(value) is not int or not (name not in MAY_BE_0) <= value < LARGEST:
-            raise ValueError(f"{name} is {str(value)[:40]}")
+        _require_count(entries, name)
     return entries
+
+
+def _require_count(config: Mapping[str, Any], name: str) -> int:
+    value = config[name]
+    if type(value) is not int or not (name not in MAY_BE_0) <= value < LARGEST:
+        raise ValueError(f"{name} is {str(value)[:40]}")
+    return value
 
 
 def _decoder(config: Mapping[str, Any], kind: str, family: Family, note: str) -> ModelShape:
@@ -333,6 +335,8 @@ def _layers(config: Mapping[str, Any], family: Family, common: list[Weight], n_l
         raise ValueError(f"mlp_only_layers is {str(dense_only)[:40]}")
     first = config.get("first_k_dense_replace", 0)
     sparse = sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(n_layers))
+    if not config["num_experts_per_tok"]:
+        raise ValueError("num_experts_per_tok is 0")
     experts = Experts(
         n_experts, config["num_experts_per_tok"], config.get("moe_intermediate_size") or config["intermediate_size"]
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from gkd.planning.shapes import ModelShape
 
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+LATENT_BLOCK = 128  # that blocks of latent attention are multiples of beside states
 PADDED_TO = 64  # rows of an embedding in vLLM (vllm.model_executor.layers.vocab_parallel_embedding)
 STEPS_AT_ONCE = 2  # vLLM schedules a step while the one before it runs
 
@@ -67,9 +68,19 @@ def kv_bytes(shape: ModelShape, tp: int, c: int) -> int:
     return shape.n_layers * c * (shape.latent or 2 * heads * shape.head_dim)
 
 
+def state_bytes(shape: ModelShape, tp: int, c: int) -> int:
+    """Return the bytes that a sequence takes on one GPU for the states of all layers, however long it is."""
+    return -(-shape.states.n_layers * shape.states.layer_bytes(c) // tp)
+
+
+def sequence_bytes(shape: ModelShape, tp: int, c: int, length: float) -> int:
+    """Return the bytes of a sequence of ``length`` tokens on one GPU, where nothing is rounded to blocks."""
+    return math.ceil(kv_bytes(shape, tp, c) * shape.mean_context(length)) + state_bytes(shape, tp, c)
+
+
 def block_bytes(shape: ModelShape, tp: int, c: int) -> int:
     """Return the bytes of a block: of as many layers as a group has."""
-    return _block_tokens(shape, tp, c) * _groups(shape).size * kv_bytes(shape, tp, c) // shape.n_layers
+    return _block_tokens(shape, tp, c, BLOCK) * _groups(shape).size * kv_bytes(shape, tp, c) // shape.n_layers
 
 
 def cache_use(shape: ModelShape, tp: int, c: int, length: int, step_tokens: int, block: int = BLOCK) -> CacheUse:
@@ -77,7 +88,7 @@ def cache_use(shape: ModelShape, tp: int, c: int, length: int, step_tokens: int,
 
     A window may begin within a block (vllm.v1.kv_cache_interface, SlidingWindowSpec.max_admission_blocks_per_request).
     """
-    groups, block = _groups(shape), max(block, _block_tokens(shape, tp, c))
+    groups, block = _groups(shape), _block_tokens(shape, tp, c, block)
     a_block, whole = block * groups.size * kv_bytes(shape, tp, c) // shape.n_layers, -(-length // block)
     first, further = (
         a_block
@@ -91,10 +102,15 @@ def cache_use(shape: ModelShape, tp: int, c: int, length: int, step_tokens: int,
     return CacheUse(first, further)
 
 
-def _block_tokens(shape: ModelShape, tp: int, c: int) -> int:
-    """Return the tokens of a block, which holds a state (vllm.platforms.interface, _align_hybrid_block_size)."""
-    state = shape.states.numbers * c * shape.n_layers / tp
-    return BLOCK * max(1, math.ceil(state / (BLOCK * kv_bytes(shape, tp, c))))
+def _block_tokens(shape: ModelShape, tp: int, c: int, block: int) -> int:
+    """Return the tokens of a block, of ``block`` or as many more as a state takes.
+
+    See vllm.platforms.interface, _align_hybrid_block_size.
+    """
+    if not shape.states.n_layers:
+        return block
+    state, step = shape.states.layer_bytes(c) / tp, LATENT_BLOCK if shape.latent else BLOCK
+    return step * max(1, math.ceil(state * shape.n_layers / (step * kv_bytes(shape, tp, c))))
 
 
 class _Groups(NamedTuple):
@@ -113,6 +129,6 @@ def _groups(shape: ModelShape) -> _Groups:
     half as many more.
     """
     counts = (shape.n_attending, shape.windows.n_layers, shape.states.n_layers)
-    least, most = min(filter(None, counts), default=1), max(counts)
+    least, most = min(filter(None, counts)), max(counts)
     size = most if most < 1.5 * least else least
     return _Groups(size, *(-(-count // size) for count in counts))

@@ -26,7 +26,7 @@ from gkd.planning.memory.actor import (
     offloaded_bytes,
     peak_items,
 )
-from gkd.planning.memory.cache import BLOCK, CacheUse, block_bytes, cache_use, find_width_obstacle, kv_bytes
+from gkd.planning.memory.cache import BLOCK, CacheUse, block_bytes, cache_use, find_width_obstacle, sequence_bytes
 from gkd.planning.shapes import Layers, ModelShape
 from gkd.planning.transfer import transfer_of
 
@@ -248,7 +248,6 @@ def _count_unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer
     """Return what the class of the engines counts, and the process."""
     shape, workload = layout.models.shape_of(group), layout.workload
     longest = min(engine.max_model_len, workload.longest) if isinstance(engine, RewardModel) else workload.longest
-    cached = shape.mean_context(longest)
     load = EngineLoad(
         device=layout.device,
         n_parameters=shape.n_parameters,
@@ -257,7 +256,7 @@ def _count_unmanaged_memory(layout: Layout, group: str, engine: Rollout | Scorer
         hidden=shape.hidden,
         vocabulary=shape.vocabulary,
         dtype_bytes=layout.compute_bytes,
-        kv_bytes=math.ceil(kv_bytes(shape, 1, layout.compute_bytes) * cached / longest),
+        kv_bytes=math.ceil(sequence_bytes(shape, 1, layout.compute_bytes, longest) / longest),
         pass_bytes=_pass_bytes(shape, layout.compute_bytes),
         n_sequences=min(engine.slots, workload.samples) if isinstance(engine, Rollout) else engine.max_num_seqs,
         longest=longest,
@@ -306,7 +305,7 @@ def _use_of(layout: Layout, group: str, engine: Engine, length: int) -> CacheUse
     managed = engine_class(engine, shape).managed_memory
     if managed is None:
         rounded = -(-length // BLOCK) * BLOCK
-        each = math.ceil(kv_bytes(shape, tp, c) * shape.mean_context(rounded))
+        each = sequence_bytes(shape, tp, c, rounded)
         return CacheUse(each, each)
     on_gpu: int = managed.by_size(managed.step_tokens, layout.hardware.memory)
     return cache_use(shape, tp, c, length, length if layout.hardware.is_cpu else on_gpu)

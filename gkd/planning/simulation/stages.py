@@ -18,7 +18,7 @@ from gkd.config import TRANSFERS, Config, Engine, RewardModel, Scorer
 from gkd.config.transfer import passes_worker
 from gkd.planning.layout import F32, GPU_EFFICIENCY, Layout, engine_class
 from gkd.planning.memory.actor import adapter_weights
-from gkd.planning.memory.cache import kv_bytes
+from gkd.planning.memory.cache import kv_bytes, state_bytes
 from gkd.planning.memory.pools import count_computed, count_concurrent_sequences, tokens_of_full_micro_batch
 from gkd.planning.shapes import ModelShape
 from gkd.planning.simulation.run import DriverTimes, Pace
@@ -136,7 +136,8 @@ def stages_of(layout: Layout) -> Stages:
 def forward_flops(shape: ModelShape, context: float) -> float:
     """Count the operations of one token with ``context`` tokens before it through all layers, without the head."""
     attended = shape.mean_context(context)
-    return 2 * shape.n_active + 4 * shape.n_layers * shape.heads * shape.head_dim * attended
+    summed = 6 * shape.states.n_layers * shape.states.n_summed  # each number is scaled, added to, and read
+    return 2 * shape.n_active + 4 * shape.n_layers * shape.heads * shape.head_dim * attended + summed
 
 
 def head_flops(shape: ModelShape) -> float:
@@ -188,8 +189,8 @@ def _decode_on_device_s(layout: Layout, engine: Engine, n: float) -> float:
     workload, shape, c = layout.workload, layout.models.student, layout.compute_bytes
     tp, (rate, reading) = engine.tensor_parallel_size, _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
-    cached = shape.mean_context(context)
-    read = c * weights_read(shape, n) + n * cached * tp * kv_bytes(shape, tp, c)
+    kept = shape.mean_context(context) * kv_bytes(shape, tp, c) + 2 * state_bytes(shape, tp, c)  # read and written
+    read = c * weights_read(shape, n) + n * tp * kept
     return max(read / reading, n * (forward_flops(shape, context) + head_flops(shape)) / rate)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
@@ -20,6 +21,7 @@ from gkd.planning.states import States, read_states
 from gkd.planning.windows import Windows
 
 HEADS = {"num_kv_heads": 8, "head_size": 256, "dtype": torch.bfloat16}
+KIMI = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}
 KINDS = [
     (8, 40, 0), (10, 52, 0), (13, 13, 0), (13, 12, 0), (2, 3, 0), (4, 5, 0), (1, 0, 0), (0, 3, 0),
     (8, 0, 24), (3, 0, 4), (3, 2, 9), (1, 0, 1),
@@ -68,7 +70,7 @@ def test_a_sequence_takes_the_blocks_that_vllm_asks_for(full: int, windowed: int
                 n_blocks += -(-length // block)
         return a_block * n_blocks
 
-    states = States(numbers, stateful, stateful) if stateful else States()
+    states = States(stateful, stateful, numbers) if stateful else States()
     use = cache_use(
         shape_with(full + windowed + stateful, Windows(window, windowed), states), tp, 2, length, step_tokens
     )
@@ -84,6 +86,7 @@ def test_a_sequence_takes_the_blocks_that_vllm_asks_for(full: int, windowed: int
         ("nemotron_h", "NemotronHForCausalLM", {}),
         ("granitemoehybrid", "GraniteMoeHybridForCausalLM", {}),
         ("falcon_h1", "FalconH1ForCausalLM", {"mamba_d_ssm": 128 * 8}),
+        ("kimi_linear", "KimiLinearForCausalLM", {"linear_attn_config": KIMI}),
         ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"] * 16, "conv_dim": 2048}),
     ],
 )
@@ -91,9 +94,10 @@ def test_a_sequence_takes_the_blocks_that_vllm_asks_for(full: int, windowed: int
 def test_a_state_has_the_size_that_vllm_gives_it(
     family: str, architecture: str, changes: dict[str, Any], tp: int
 ) -> None:
-    config = CONFIG_MAPPING[family](**changes)
+    config = (KimiLinearConfig if family == "kimi_linear" else CONFIG_MAPPING[family])(**changes)
     own, _ = ModelRegistry.resolve_model_cls([architecture], SimpleNamespace(model_impl="vllm"))  # type: ignore[arg-type]
-    cache = SimpleNamespace(mamba_cache_dtype="auto", use_replayssm=False, mamba_ssm_cache_dtype="auto")
+    off = {"use_replayssm": False, "use_kda_recoverssm": False}
+    cache = SimpleNamespace(mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", **off)
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp),
         model_config=SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16),
@@ -107,4 +111,4 @@ def test_a_state_has_the_size_that_vllm_gives_it(
     entries = config.to_dict()
     states = read_states(entries, config.model_type, len(entries.get("layers_block_type", ())) or 32)
     # Over GPUs vLLM repeats the groups of Mamba that these share.
-    assert states.numbers * 2 / tp == (size if tp == 1 else pytest.approx(size, rel=0.01)) and states.n_layers
+    assert states.layer_bytes(2) / tp == (size if tp == 1 else pytest.approx(size, rel=0.01)) and states.n_layers
