@@ -3,7 +3,8 @@
 Only positions that are to be scored go through the head, and what sequences begin with before these is computed once
 for those that begin alike, as samples of one prompt do. On one thread of a CPU the numbers of a sequence do not depend
 on what is scored along with it, to the last bit, so that a run repeats whatever comes first: linear layers are packed
-(gkd.modeling.linear), and only sequences that attention pads alike share a pass. Sums over experts do depend on it.
+(gkd.modeling.linear), and only sequences that attention pads alike share a pass. Sums over experts do depend on it, and
+models of which some layers take rows.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
             if isinstance(request, ScoreRequest) and (not batch or self._joins(request, batch, size, longest)):
                 batch.append((key, request))
                 size.add(*self._describe(request))
-                longest = max(longest, len(request.token_ids))
+                longest = max(longest, self._row_length(request))
             else:
                 remaining.append((key, request))
         self._waiting = remaining
@@ -159,13 +160,13 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         self, request: ScoreRequest, batch: Sequence[tuple[int, ScoreRequest]], size: PackSize, longest: int
     ) -> bool:
         """Return whether there is room for ``request`` beside the ``batch``, padded where the model takes rows."""
-        length = len(request.token_ids)
-        if self.device != "cuda" and self._padded_length(request) != self._padded_length(batch[0][1]):
+        length = self._row_length(request)
+        if self.device != "cuda" and length != longest:
             return False
         if self._takes_rows:
             return (len(batch) + 1) * max(longest, length) <= self._n_tokens
         # Asked first: to read what each of thousands begins with takes ten times as long, at every step.
-        might = size.might_have_room(self._n_tokens, length, self._count_shared(request))
+        might = size.might_have_room(self._n_tokens, len(request.token_ids), self._count_shared(request))
         return might and size.has_room(self._n_tokens, *self._describe(request))
 
     def _describe(self, request: ScoreRequest) -> tuple[int, bytes, int]:
@@ -177,9 +178,10 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         """Return how many tokens come before the first that is scored."""
         return request.spans[0][0] if self._shares_prompts else 0
 
-    def _padded_length(self, request: ScoreRequest) -> int:
-        """Return the positions that attention on a CPU is over, by the length of ``request`` alone."""
-        return min(-(-len(request.token_ids) // PADDED_TO) * PADDED_TO, self.limits.max_length)
+    def _row_length(self, request: ScoreRequest) -> int:
+        """Return the positions of a row of attention: on a CPU padded, by the length of ``request`` alone."""
+        length = len(request.token_ids)
+        return length if self.device == "cuda" else min(-(-length // PADDED_TO) * PADDED_TO, self.limits.max_length)
 
     def _begin(self, batch: list[tuple[int, ScoreRequest]]) -> _Pass:
         """Give the device the forward pass of some sequences."""
@@ -219,7 +221,7 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         requests = [request for _, request in batch]
         layout = SequenceLayout([request.token_ids for request in requests], list(map(self._count_shared, requests)))
         if self.device != "cuda":
-            layout.max_seqlen = max(map(self._padded_length, requests))
+            layout.max_seqlen = max(map(self._row_length, requests))
         packed = PackedSequences.from_layout(layout).to(self._to_device)
         hidden = hidden_states(self.model, packed)
         by_shape: dict[RowShape, list[int]] = {}

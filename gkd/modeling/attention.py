@@ -31,7 +31,8 @@ WIDEST_HEAD, HEAD_STEP = 256, 8  # what flash attention's kernels take
 ROUNDED = 0.05  # beside its result, of attention in bfloat16
 # Arguments by which a model selects an attention that is not the plain one; computing without them would be wrong.
 _SCORES_CHANGED = ("softcap", "s_aux")  # alike for any tokens
-_UNSUPPORTED = (*_SCORES_CHANGED, "position_bias")
+_BIAS = "position_bias"  # other for other tokens
+_UNSUPPORTED = (*_SCORES_CHANGED, _BIAS)
 
 
 def packed_attention(
@@ -72,7 +73,7 @@ def packed_attention_in_rows(
     Raises ValueError as well for a family without such a function.
     """
     own, changed = _find_eager(module), any(kwargs.get(name) is not None for name in _SCORES_CHANGED)
-    if own is None or attention_mask is not None or not changed:
+    if own is None or attention_mask is not None or not changed or kwargs.get(_BIAS) is not None:
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
     bounds = current_bounds.get(query.shape[2])
     rows = rows_of(bounds)

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from gkd.actor.collate import collate
 from gkd.actor.loading import load
 from gkd.actor.pretrained import write_config, write_pretrained, write_weights
 from gkd.config import Lora
 from gkd.data.answers import template_end
 from gkd.data.model_info import ModelInfo
 from gkd.errors import ConfigError, StudentNotWritten
+from tests.actor import models
 from tests.actor.models import make
 from tests.data.models import save_model
 from tests.data.test_answers import chat_tokenizer
@@ -89,3 +91,21 @@ def test_what_is_written_stops_where_the_chat_template_ends_a_turn(
     for row in rows:
         first = next((place for place, token in enumerate(row) if token in written["eos_token_id"]), len(row))
         assert len(set(row[first + 1 :])) <= 1  # padding
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss"])
+def test_a_student_without_weights_gives_rows_to_the_layers_that_the_whole_one_does(
+    family: str, tmp_path: Path
+) -> None:
+    """As ranks have it that are not the first."""
+    models.make(family).save_pretrained(tmp_path)
+    whole = load(tmp_path)
+    empty = load(tmp_path, attention=whole.lm.config._attn_implementation)
+    assert {value.device.type for value in empty.parameters()} == {"meta"}
+    empty.to_empty(device=torch.device("cpu"))
+    with torch.no_grad():
+        for own, its in ((empty.lm.parameters(), whole.lm.parameters()), (empty.lm.buffers(), whole.lm.buffers())):
+            for empty_value, value in zip(own, its, strict=True):
+                empty_value.copy_(value)
+        micro = collate(models.group(3, n_prompt=6), None, [1.0] * 3, [0.0] * 3, shared=True)
+        assert torch.equal(empty.compute_hidden(micro), whole.compute_hidden(micro))

@@ -256,6 +256,15 @@ def test_rows_of_a_pass_have_a_bound_padding_included(tmp_path: Path) -> None:
     assert passes == [[90], [10, 10, 10, 10]]
 
 
+def test_rows_on_a_cpu_are_as_long_as_attention_pads_them(tmp_path: Path) -> None:
+    """Three of 33 tokens are 192 positions, not 99."""
+    make("gemma2", 0).save_pretrained(tmp_path)
+    engine = TorchScorer(replace(spec_of(tmp_path), max_num_batched_tokens=130))
+    for key in range(3):
+        engine.add(key, a_request(31, 2, 4, seed=key))
+    assert [[key for key, _ in engine._take_scores()] for _ in range(2)] == [[0, 1], [2]]
+
+
 def a_scorer(*waiting: ScoreRequest | GenerateRequest) -> Any:
     """One without a model, for which these wait."""
     scorer: Any = object.__new__(TorchScorer)
@@ -306,3 +315,28 @@ def test_a_models_own_settings_of_sampling_change_no_continuation(tmp_path: Path
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
     engine = TorchScorer(spec_of(tmp_path))
     assert engine.model.generation_config.repetition_penalty in (None, 1.0)
+
+
+@pytest.mark.parametrize("family", ["falcon", "doge"])
+def test_samples_of_a_prompt_are_whole_where_a_model_takes_them_padded(family: str, tmp_path: Path) -> None:
+    model = make(family, 0)
+    model.save_pretrained(tmp_path)
+    engine, requests = TorchScorer(spec_of(tmp_path)), of_a_prompt(4, n_prompt=20)
+    assert not is_packed(engine.model)
+    for request, target in zip(requests, run(engine, requests), strict=True):
+        check(request, target, model)
+    assert engine.forward_passes == 1
+
+
+def test_the_longest_of_a_pass_is_any_of_it() -> None:
+    """And not the latest: all rows are as long."""
+    scorer = a_scorer(*(a_request(1, length - 1, 4) for length in (40, 10, 10, 10)))
+    scorer.device, scorer._takes_rows, scorer._n_tokens = "cuda", True, 120
+    assert [[key for key, _ in scorer._take_scores()] for _ in range(2)] == [[0, 1, 2], [3]]
+
+
+def test_linear_layers_are_left_where_others_compute_with_their_weights(tmp_path: Path) -> None:
+    """As Mamba's do: each of a packed one's is a copy."""
+    make("mamba", 0).save_pretrained(tmp_path)
+    engine = TorchScorer(spec_of(tmp_path))
+    assert not any(isinstance(module, PackedLinear) for module in engine.model.modules())

@@ -62,6 +62,14 @@ def test_samples_of_a_prompt_are_padded_together_where_that_saves_more(
     assert (shared < 0.6 * real) == together and (padding < 1.06 * real) == (not together)
 
 
+def test_a_sample_longer_than_those_before_it_is_no_more_than_all_of_them_have_room_for() -> None:
+    """Samples of a prompt come after shorter ones of another: 60 tokens beside 55 would be twice 60."""
+    lengths = [SampleLength(60, 0, 30), SampleLength(35, 0, 30), SampleLength(55, 1, 50), SampleLength(65, 1, 50)]
+    parts = pack(lengths, 112, padded=True)
+    assert sorted(i for part in parts for i in part) == [0, 1, 2, 3]
+    assert max(count_tokens(part, lengths, padded=True) for part in parts) <= 112
+
+
 @given(lengths, st.integers(1, 9))
 def test_share_is_complete_and_as_even_as_the_longest_sequence_allows(sizes: list[int], ranks: int) -> None:
     shares = balance_over_ranks([SampleLength(size) for size in sizes], ranks)

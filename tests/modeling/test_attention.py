@@ -174,8 +174,8 @@ def test_a_model_whose_kernel_does_not_take_a_beginning_in_common_is_padded(monk
 def test_bounds_are_those_of_the_pass_that_is_going_on() -> None:
     first, second = Bounds(BOUNDS, BOUNDS, 7), Bounds(BOUNDS, BOUNDS, 8)
     with current_bounds.use(first, 11), torch.no_grad():
-        with current_bounds.use(second, 11):
-            assert current_bounds.get(11) is second
+        with current_bounds.use(second, 12):
+            assert current_bounds.get(12) is second
         assert current_bounds.get(11) is first
     assert current_bounds.get() is first  # for what is computed once more in its backward pass
 
@@ -191,6 +191,8 @@ def test_attention_that_is_not_plain_is_its_familys_own_and_has_no_further_mask(
         plain, _ = attention.packed_attention_in_rows(layer, q, k, v, None, scaling=1.0)
         with pytest.raises(ValueError, match="softcap"):
             attention.packed_attention_in_rows(layer, q, k, v, torch.zeros(11, 11), scaling=1.0, softcap=0.5)
+        with pytest.raises(ValueError, match="position_bias"):
+            attention.packed_attention_in_rows(layer, q, k, v, None, softcap=0.5, position_bias=torch.zeros(11, 11))
     rows = [slice(a, b) for a, b in pairwise(BOUNDS.tolist())]
     for own in rows:
         scores = 0.5 * torch.tanh(q[0, :, own] @ k[0, :, own].transpose(1, 2) / 0.5)
@@ -301,3 +303,36 @@ def test_a_window_that_only_the_mask_knows_is_kept(family: str, packs: bool) -> 
         model.set_attn_implementation("eager")
         theirs = model.model(ids[None], use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_layer_with_attention_of_its_own_is_padded_though_it_hardly_shows() -> None:
+    """It would look at other sequences, which a short trial in bfloat16 cannot tell from rounding."""
+
+    def look_at_all(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return 1e-3 * hidden_states.cumsum(1), None
+
+    model = a_model().to(torch.bfloat16)
+    model.model.layers[1].self_attn.forward = look_at_all
+    pack_or_pad(model, "model.path")
+    assert not is_packed(model)
+
+
+def test_gradients_of_keys_in_common_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 sequences that begin with one token: in bfloat16 a sum of ones would stay at 256."""
+    kernel = SimpleNamespace(varlen_attn=lambda query, key, value, *_, **__: key + value)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", kernel)
+    n, index = 300, torch.tensor([i for own in range(1, 301) for i in (0, own)])
+    starts, ends = (torch.tensor(its, dtype=torch.int32) for its in ([0, *range(2, n + 2)], range(0, 2 * n + 1, 2)))
+    k, v = (torch.zeros(n + 1, 1, 1, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    attention._variable_length(k, k, v, None, None, Bounds(starts, ends, 2, index)).sum().backward()
+    for value in (k, v):
+        assert value.grad is not None and value.grad.flatten().tolist() == [300.0, *[1.0] * n]
+
+
+def test_in_float32_a_model_is_padded_that_is_off_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By less than bfloat16 would be."""
+    model, attend = a_model(), attention._attend_padded
+    monkeypatch.setattr(attention, "_attend_padded", lambda *arguments: 1.1 * attend(*arguments))
+    pack_or_pad(model, "model.path")
+    assert not is_packed(model)

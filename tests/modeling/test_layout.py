@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +96,14 @@ def test_a_pack_is_full_by_its_tokens_or_by_its_keys() -> None:
         size.add(60, "a", 50)
     assert (size.n_tokens, size.n_keys) == (80, 180) and MOST_KEYS == 2
     assert size.has_room(100, 20, "a", 10) and not size.has_room(100, 21, "a", 10)
+
+
+@pytest.mark.parametrize("n_shared", [0, 2])
+def test_all_tensors_of_a_pack_are_moved(n_shared: int) -> None:
+    """To a GPU, as to the device without numbers here."""
+    ids = np.arange(5, dtype=np.int32)
+    packed = PackedSequences.from_layout(SequenceLayout([ids, ids], [n_shared, n_shared]))
+    moved = packed.to(lambda tensor: tensor.to("meta"))
+    for name in packed.__slots__:
+        own, its = getattr(packed, name), getattr(moved, name)
+        assert its.device.type == "meta" and its.shape == own.shape if isinstance(own, torch.Tensor) else its == own

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import MiniMaxConfig, MiniMaxForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, MiniMaxConfig, MiniMaxForCausalLM, PreTrainedModel
 
-from gkd.modeling.attention import IN_ROWS, NAME
+from gkd.modeling.attention import IN_ROWS, NAME, list_windows, packed_attention_in_rows
 from gkd.modeling.backbone import hidden_states, is_packed, pack_or_pad, takes_rows, use_padded_rows
 from gkd.modeling.head import get_backbone
 from gkd.modeling.layout import SequenceLayout
+from gkd.modeling.rows import current_bounds
 from gkd.modeling.sequences import PackedSequences
-from gkd.modeling.states import find_state_layers
+from gkd.modeling.states import find_state_layers, give_rows_to_state_layers
 from tests.families import STATEFUL, make
 
 LENGTHS, N_SHARED = (70, 12, 9, 30, 1), (6, 6, 0, 6, 0)
@@ -93,9 +95,7 @@ def test_a_layer_without_its_sequences_fails() -> None:
         lm(torch.arange(3, 12)[None], use_cache=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_is_not_found_is_not_carried_on(dtype: torch.dtype) -> None:
-    """MiniMax's has no convolution before it; in bfloat16 logits of three short sequences are hardly off."""
+def minimax(dtype: torch.dtype) -> MiniMaxForCausalLM:
     torch.manual_seed(0)
     kinds = ["linear_attention", "full_attention"]
     shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
@@ -103,7 +103,13 @@ def test_a_state_that_is_not_found_is_not_carried_on(dtype: torch.dtype) -> None
         **shape, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, block_size=8, layer_types=kinds
     )
     config._attn_implementation = NAME
-    lm = MiniMaxForCausalLM(config).to(dtype).eval()
+    return MiniMaxForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_is_not_found_is_not_carried_on(dtype: torch.dtype) -> None:
+    """MiniMax's has no convolution before it; in bfloat16 logits of three short sequences are hardly off."""
+    lm = minimax(dtype)
     pack_or_pad(lm, "model.path")
     assert not is_packed(lm)
 
@@ -123,3 +129,64 @@ def test_a_convolution_that_no_text_goes_through_changes_nothing() -> None:
     lm.set_attn_implementation(NAME)
     pack_or_pad(lm, "model.path")
     assert find_state_layers(lm) and not takes_rows(lm)
+
+
+class Layer(torch.nn.Module):
+    """Keeps a sum of the tokens before, and returns it by itself or beside something else."""
+
+    def __init__(self, returns_more: bool) -> None:
+        super().__init__()
+        self.conv, self.returns_more = torch.nn.Conv1d(1, 1, 1), returns_more
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Any:
+        assert mask is None
+        sums = hidden_states.cumsum(1)
+        return (sums, "more") if self.returns_more else sums
+
+
+@pytest.mark.parametrize("returns_more", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_layer_is_given_rows_alone_and_what_it_returns_beside_them_is_kept(returns_more: bool, named: bool) -> None:
+    """By position or by name; a mask would be one of tokens laid end to end."""
+    lm: Any = make("llama", 0)
+    lm.own = Layer(returns_more)
+    lm.config._attn_implementation = IN_ROWS
+    give_rows_to_state_layers(lm)
+    its = PackedSequences.from_layout(SequenceLayout(sequences(), N_SHARED))
+    x, mask = torch.ones(1, len(its), 1), torch.ones(1, len(its))
+    with torch.no_grad(), current_bounds.use(its.bounds, len(its)):
+        out = lm.own(hidden_states=x, mask=mask) if named else lm.own(x, mask)
+    assert isinstance(out, tuple) == returns_more and (not returns_more or out[1:] == ("more",))
+    sums = out[0] if returns_more else out
+    assert torch.equal(sums[0, :, 0], its.position_ids + 1.0)
+
+
+def test_trying_a_model_leaves_no_hook_behind_that_lists_its_layers() -> None:
+    lm = packed_model("qwen3_5")
+    (layer,) = find_state_layers(lm)
+    assert len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1
+    attend = AttentionInterface()[IN_ROWS]
+    with list_windows(IN_ROWS) as windows:
+        assert windows == [] and AttentionInterface()[IN_ROWS] is not attend
+    assert AttentionInterface()[IN_ROWS] is attend is packed_attention_in_rows
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
+def test_a_state_that_hardly_shows_in_short_sequences_is_not_carried_on_either(family: str) -> None:
+    """In bfloat16 its part of the logits is less than rounding."""
+    lm = make(family, 0)
+    for layer in find_state_layers(lm):
+        layer.out_proj.weight.mul_(1e-3)
+    lm = lm.to(torch.bfloat16)
+    lm.set_attn_implementation(NAME)
+    pack_or_pad(lm, "model.path")
+    assert lm.config._attn_implementation == IN_ROWS
+
+
+def test_a_convolution_that_no_text_goes_through_stands_for_no_state() -> None:
+    """MiniMax's states are not found, and there would be as many convolutions as states."""
+    lm = minimax(torch.bfloat16)
+    lm.model.audio_tower = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3))
+    pack_or_pad(lm, "model.path")
+    assert not is_packed(lm)
