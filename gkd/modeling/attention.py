@@ -75,8 +75,8 @@ def packed_attention_in_rows(
     own, changed = _find_eager(module), any(kwargs.get(name) is not None for name in _SCORES_CHANGED)
     if own is None or attention_mask is not None or not changed or kwargs.get(_BIAS) is not None:
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
-    bounds = current_bounds.get(query.shape[2])
-    rows = rows_of(bounds)
+    bounds = current_bounds.get(n_tokens := query.shape[2])
+    rows = rows_of(bounds, n_tokens)
     seen = _make_mask(bounds.longest, kwargs.get("sliding_window"), query.device)
     mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
     q, k, v = (rows.add(x[0]) for x in (query, key, value))
@@ -182,7 +182,7 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window:
 
     q [H, T, D], k and v [G, T, D] -> [T, H, D]. Padding is on the right, which a causal mask never looks at.
     """
-    rows, longest = rows_of(bounds), bounds.longest
+    rows, longest = rows_of(bounds, q.shape[1]), bounds.longest
     qs, ks, vs = (rows.add(x) for x in (q, k, v))
     mask = _make_mask(longest, window, q.device) if window is not None and window < longest else None
     out = scaled_dot_product_attention(

@@ -38,22 +38,23 @@ class _CurrentBounds:
 
     def __init__(self) -> None:
         self._bounds: Bounds | None = None
-        self._n_tokens = 0
+        self.n_tokens = 0
+        """Of all of them."""
 
     @contextmanager
     def use(self, bounds: Bounds, n_tokens: int) -> Iterator[None]:
         """Have what is computed meanwhile be ``n_tokens`` tokens with these bounds."""
-        before = self._bounds, self._n_tokens
-        self._bounds, self._n_tokens = bounds, n_tokens
+        before = self._bounds, self.n_tokens
+        self._bounds, self.n_tokens = bounds, n_tokens
         try:
             yield
         finally:
             if not torch.is_grad_enabled():
-                self._bounds, self._n_tokens = before
+                self._bounds, self.n_tokens = before
 
     def get(self, n_tokens: int | None = None) -> Bounds:
         """Return those of a layer that is given ``n_tokens`` tokens. Raises ValueError where it is given others."""
-        if self._bounds is None or n_tokens not in (None, self._n_tokens):
+        if self._bounds is None or n_tokens not in (None, self.n_tokens):
             raise ValueError(f"a layer was given {n_tokens} tokens without the bounds of their sequences")
         return self._bounds
 
@@ -69,22 +70,24 @@ class Rows:
     are of M tokens of their own.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, n_tokens: int) -> None:
+        """Compute on the device, without waiting for what it has: sizes are known here."""
         self.bounds = bounds
         self.index: Tensor | None = None
         self.keys: Tensor | None = None
         self.places: Tensor | None = None
-        lengths, longest = bounds.keys.diff().long(), bounds.longest
-        if bounds.key_index is None and bool((lengths == longest).all()):
+        n_sequences, longest = len(bounds.tokens) - 1, bounds.longest
+        n_keys = n_tokens if bounds.key_index is None else len(bounds.key_index)
+        if bounds.key_index is None and n_keys == n_sequences * longest:
             return
-        steps = torch.arange(longest, device=lengths.device)
-        self.keys = self.places = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
-        self.index = (bounds.keys[:-1, None].long() + steps).clamp(max=len(self.keys) - 1).flatten()
+        starts = longest * torch.arange(n_sequences, device=bounds.keys.device)
+        self.keys = self.places = _count_up(starts, bounds.keys, n_keys)
+        steps = torch.arange(longest, device=starts.device)
+        self.index = (bounds.keys[:-1, None].long() + steps).clamp(max=n_keys - 1).flatten()
         if bounds.key_index is not None:
             self.index = bounds.key_index[self.index]
-            n_before = lengths - bounds.tokens.diff()
-            is_own = (steps < lengths[:, None]) & (steps >= n_before[:, None])
-            self.places = is_own.flatten().nonzero()[:, 0]
+            n_before = bounds.keys.diff() - bounds.tokens.diff()
+            self.places = _count_up(starts + n_before, bounds.tokens, n_tokens)
 
     def add(self, x: Tensor) -> Tensor:
         """Turn tokens [H, T, D] into rows [S, H, M, D]."""
@@ -100,9 +103,15 @@ class Rows:
 
 
 @lru_cache(maxsize=1)  # tensors are keys by what they are, not by what they hold
-def rows_of(bounds: Bounds) -> Rows:
+def rows_of(bounds: Bounds, n_tokens: int) -> Rows:
     """Return the padding of sequences with these bounds, the same for every layer that is given the same tensors."""
-    return Rows(bounds)
+    return Rows(bounds, n_tokens)
+
+
+def _count_up(starts: Tensor, bounds: Tensor, n: int) -> Tensor:
+    """Count up [n] within the ``bounds`` [S + 1] of each of S sequences, from ``starts`` [S]."""
+    lengths = bounds.diff().long()
+    return torch.arange(n, device=starts.device) + (starts - bounds[:-1]).repeat_interleave(lengths, output_size=n)
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:

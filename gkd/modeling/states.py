@@ -60,7 +60,7 @@ class _RowHooks:
         if not self._takes_rows:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        rows = rows_of(current_bounds.get(hidden.shape[1]))
+        rows = rows_of(current_bounds.get(n_tokens := hidden.shape[1]), n_tokens)
         return (rows.add(hidden)[:, 0],), {}
 
     def remove_padding(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -68,7 +68,7 @@ class _RowHooks:
         if not self._takes_rows:
             return None
         rows, *others = output if isinstance(output, tuple) else (output,)
-        hidden: Tensor = rows_of(current_bounds.get()).remove(rows[:, None]).transpose(0, 1)
+        hidden: Tensor = rows_of(current_bounds.get(), current_bounds.n_tokens).remove(rows[:, None]).transpose(0, 1)
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     @property
