@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from vllm.model_executor.models.registry import ModelRegistry
-from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator as TYPES
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as STATES
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
@@ -21,7 +22,6 @@ from gkd.planning.states import States, read_states
 from gkd.planning.windows import Windows
 
 HEADS = {"num_kv_heads": 8, "head_size": 256, "dtype": torch.bfloat16}
-KIMI = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}
 KINDS = [
     (8, 40, 0), (10, 52, 0), (13, 13, 0), (13, 12, 0), (2, 3, 0), (4, 5, 0), (1, 0, 0), (0, 3, 0),
     (8, 0, 24), (3, 0, 4), (3, 2, 9), (1, 0, 1),
@@ -77,38 +77,59 @@ def test_a_sequence_takes_the_blocks_that_vllm_asks_for(full: int, windowed: int
     assert (use.first, use.further) == (taken(STEPS_AT_ONCE * step_tokens), taken(1))
 
 
+def size_of_delta_net(config: Any, tp: int) -> tuple[Any, Any]:
+    shape = STATES.gated_delta_net_state_shape(
+        tp, config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+        config.linear_value_head_dim, config.linear_conv_kernel_dim,
+    )  # fmt: skip
+    return shape, TYPES.gated_delta_net_state_dtype(torch.bfloat16, "auto", getattr(config, "mamba_ssm_dtype", "auto"))
+
+
+def size_of_mamba2(config: Any, tp: int) -> tuple[Any, Any]:
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    if config.model_type != "nemotron_h":
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+    n_heads, head, state, n_groups, kernel = (getattr(config, name) for name in names)
+    shape = STATES.mamba2_state_shape(tp, n_heads * head, n_groups, n_heads, head, state, kernel)
+    wide = getattr(config, "mamba_ssm_cache_dtype", "auto")
+    return shape, TYPES.mamba2_state_dtype(torch.bfloat16, "auto", wide)
+
+
+def size_of_kimi(config: Any, tp: int) -> tuple[Any, Any]:
+    shape = STATES.kda_state_shape(
+        tp, config.linear_num_heads, config.linear_head_dim, conv_kernel_size=config.linear_conv_kernel_dim
+    )
+    return shape, TYPES.kda_state_dtype(torch.bfloat16, "auto")
+
+
+def size_of_convolution(config: Any, tp: int) -> tuple[Any, Any]:
+    shape = STATES.short_conv_state_shape(tp, config.hidden_size, config.conv_L_cache)
+    return shape, TYPES.short_conv_state_dtype(torch.bfloat16, "auto")
+
+
 @pytest.mark.parametrize(
-    ("family", "architecture", "changes"),
+    ("family", "size", "changes"),
     [
-        ("qwen3_next", "Qwen3NextForCausalLM", {}),
-        ("qwen3_next", "Qwen3NextForCausalLM", {"mamba_ssm_dtype": "float32"}),  # as Qwen3.5's, which needs torchvision
-        ("olmo_hybrid", "OlmoHybridForCausalLM", {}),
-        ("nemotron_h", "NemotronHForCausalLM", {}),
-        ("granitemoehybrid", "GraniteMoeHybridForCausalLM", {}),
-        ("falcon_h1", "FalconH1ForCausalLM", {"mamba_d_ssm": 128 * 8}),
-        ("kimi_linear", "KimiLinearForCausalLM", {"linear_attn_config": KIMI}),
-        ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"] * 16, "conv_dim": 2048}),
+        ("qwen3_next", size_of_delta_net, {}),
+        ("qwen3_5_text", size_of_delta_net, {"mamba_ssm_dtype": "float32"}),
+        ("olmo_hybrid", size_of_delta_net, {}),
+        ("nemotron_h", size_of_mamba2, {}),
+        ("granitemoehybrid", size_of_mamba2, {}),
+        ("falcon_h1", size_of_mamba2, {}),
+        ("kimi_linear", size_of_kimi, {}),
+        ("lfm2", size_of_convolution, {"layer_types": ["conv", "full_attention"] * 16}),
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_state_has_the_size_that_vllm_gives_it(
-    family: str, architecture: str, changes: dict[str, Any], tp: int
+    family: str, size: Callable[[Any, int], tuple[Any, Any]], changes: dict[str, Any], tp: int
 ) -> None:
-    config = (KimiLinearConfig if family == "kimi_linear" else CONFIG_MAPPING[family])(**changes)
-    own, _ = ModelRegistry.resolve_model_cls([architecture], SimpleNamespace(model_impl="vllm"))  # type: ignore[arg-type]
-    off = {"use_replayssm": False, "use_kda_recoverssm": False}
-    cache = SimpleNamespace(mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", **off)
-    vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp),
-        model_config=SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16),
-        cache_config=cache, speculative_config=None, num_speculative_tokens=0,
-    )  # fmt: skip
-    wide = changes.get("mamba_ssm_dtype") or getattr(config, "mamba_ssm_cache_dtype", None)
-    cache.mamba_ssm_cache_dtype = wide or "auto"
-    shapes = own.get_mamba_state_shape_from_config(vllm_config)  # type: ignore[attr-defined]
-    dtypes = own.get_mamba_state_dtype_from_config(vllm_config)  # type: ignore[attr-defined]
-    size = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    """By its own sums, with the arguments that its models give: these load what its engines do not start beside."""
+    config = CONFIG_MAPPING[family](**changes)
+    shapes, dtypes = size(config, tp)
+    expected = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     entries = config.to_dict()
     states = read_states(entries, config.model_type, len(entries.get("layers_block_type", ())) or 32)
     # Over GPUs vLLM repeats the groups of Mamba that these share.
-    assert states.layer_bytes(2) / tp == (size if tp == 1 else pytest.approx(size, rel=0.01)) and states.n_layers
+    assert states.layer_bytes(2) / tp == (expected if tp == 1 else pytest.approx(expected, rel=0.01))
+    assert states.n_layers
