@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 Implementation: TypeAlias = Literal["sdpa", "eager"]
 _ATTENTION = {"full_attention", "sliding_attention"}
-_STATES = {"linear_attention", "conv", "hybrid"}
-_TOKENWISE = {"mlp", "moe", "dense", "sparse"}
+STATES = {"linear_attention", "conv", "hybrid"}
+TOKENWISE = {"mlp", "moe", "dense", "sparse"}
+"""Kinds of layers with a state, beside attention or in its place, and that look at one token at a time."""
 
 
 def exact_attention(config: Any) -> Implementation:
@@ -51,7 +52,7 @@ def is_attention_alone(config: Any) -> bool:
 def can_pack(config: Any) -> bool:
     """Return whether sequences may be laid end to end: no layer is known to look at some of the tokens before alone."""
     own, kinds = class_of(config), set(getattr(config.get_text_config(), "layer_types", None) or ())
-    return kinds <= _ATTENTION | _STATES | _TOKENWISE and own is not None and own._can_set_attn_implementation()
+    return kinds <= _ATTENTION | STATES | TOKENWISE and own is not None and own._can_set_attn_implementation()
 
 
 def count_mixing_layers(config: Any) -> tuple[int, int]:
@@ -60,4 +61,4 @@ def count_mixing_layers(config: Any) -> tuple[int, int]:
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
         return text.num_hidden_layers, 0
-    return sum(kind not in _TOKENWISE for kind in kinds), sum(kind in _STATES for kind in kinds)
+    return sum(kind not in TOKENWISE for kind in kinds), sum(kind in STATES for kind in kinds)

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gkd.modeling.architecture import STATES, TOKENWISE
+
 LARGEST = 1 << 40  # far beyond any number of a model's
 
-_STATE = {"linear_attention", "mamba", "mamba2", "conv", "hybrid", "M"}
-_NO_ATTENTION = {"linear_attention", "mamba", "mamba2", "conv", "M", "mlp", "moe", "-", "E"}
-_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # the last of Nemotron-H, a letter each
+# As transformers names them, as config.json files did before, and the letters of Nemotron-H's list.
+_STATE = {*STATES, "mamba", "mamba2", "M"}
+_NO_ATTENTION = (_STATE - {"hybrid"}) | {*TOKENWISE, "-", "E"}
+_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 _ATTENDING = ("full_attn_idxs", "attn_layer_indices")  # the numbers of the layers with attention: LFM2, Bamba
 _DELTA_NET = (
     "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim",

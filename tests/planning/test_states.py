@@ -138,12 +138,8 @@ def test_windows_beside_states_end_where_a_sequence_does() -> None:
 
 
 def test_blocks_of_a_model_without_states_are_those_that_are_given() -> None:
-    shape = hybrid(["full_attention"] * 2)
-    assert [cache_use(shape, 1, 2, n, 1, block=1).further // kv_bytes(shape, 1, 2) for n in (1, 17, 100)] == [
-        1,
-        17,
-        100,
-    ]
+    shape, lengths = hybrid(["full_attention"] * 2), [1, 17, 100]
+    assert [cache_use(shape, 1, 2, n, 1, block=1).further // kv_bytes(shape, 1, 2) for n in lengths] == lengths
 
 
 @pytest.mark.parametrize(

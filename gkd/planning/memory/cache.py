@@ -1,9 +1,9 @@
 """Over how many GPUs vLLM divides a model, and what sequences take of its cache there.
 
 vLLM keeps the keys and values of all tokens of a layer that attends to all, of one with a window those of the window,
-and of one with a state that alone, in a block that is made large enough for it.
-It puts layers of one kind into groups of as many layers each, which take blocks from one pool
-(vllm.v1.core.kv_cache_utils, _get_kv_cache_groups_uniform_page_size).
+and of one with a state that alone, in a block that is made large enough for it. It puts layers of one kind into groups
+of as many layers each, which take blocks from one pool (vllm.v1.core.kv_cache_utils,
+_get_kv_cache_groups_uniform_page_size).
 """
 
 from __future__ import annotations
