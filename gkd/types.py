@@ -160,9 +160,10 @@ class Sample:
             )
         if self.sampled[:1].any():
             raise ValueError("the first token of a sample has nothing before it that predicts it: it cannot be sampled")
-        n_sampled, n_of_versions = np.count_nonzero(self.sampled), sum(stop - start for start, stop, _ in self.versions)
-        if not self.versions or n_of_versions != n_sampled:
-            raise ValueError(f"a sample has versions of {n_of_versions} tokens, and {n_sampled} were sampled")
+        of_versions = [np.arange(start, stop) for start, stop, _ in self.versions]
+        if not of_versions or not np.array_equal(np.concatenate(of_versions), np.flatnonzero(self.sampled)):
+            spans = [(start, stop) for start, stop, _ in self.versions]
+            raise ValueError(f"a sample has versions of positions {spans}, and {list(self.spans)} were sampled")
 
     @staticmethod
     def single_turn(

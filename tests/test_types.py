@@ -25,8 +25,10 @@ def test_stretches_of_several_turns() -> None:
     ("sampled", "versions", "message"),
     [
         ([1, 1], [(0, 2, 0)], "first token"),  # nothing before it predicts it
-        ([0, 1, 1], [(1, 2, 0)], r"of 1 tokens, and 2"),
-        ([0, 0], [], r"of 0 tokens, and 0"),  # which has no version that it could be as old as
+        ([0, 1, 1], [(1, 2, 0)], r"\[\(1, 2\)\].*\[\(1, 3\)\]"),
+        ([0, 0, 1, 1], [(0, 2, 0)], r"\[\(0, 2\)\].*\[\(2, 4\)\]"),  # as many, counted from the response's first
+        ([0, 1, 1], [(1, 2, 0), (1, 2, 1)], r"\[\(1, 2\), \(1, 2\)\].*\[\(1, 3\)\]"),
+        ([0, 0], [], r"positions \[\], "),  # which has no version that it could be as old as
     ],
 )
 def test_what_does_not_belong_together_is_no_sample(

@@ -1,9 +1,10 @@
 """timeline.json: what every worker did when, with the cause of each wait, as Chrome trace events (ui.perfetto.dev).
 
 A step has stages, whose bounds the driver measures: ``generate`` until the batch's last sample was finished, ``score``
-until it was scored, ``validate`` until a validation beside it was over, ``update`` and ``sync``. A worker that does
-nothing waits in each of them for the group that the stage belongs to, see :data:`CAUSES`; while the driver alone does
-something, as where a tracker is slow, it waits for the ``driver``.
+until it was scored, ``validate`` until a validation beside it was over, ``update`` and ``sync``, and within this last
+one ``drain`` whenever engines still sampled what earlier weights were for. A worker that does nothing waits in each of
+them for the group that the stage belongs to, see :data:`CAUSES`; while the driver alone does something, as where a
+tracker is slow, it waits for the ``driver``.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ DRIVERS_WORK = ("request", "log", "log samples", "prepare")
 """What the driver's process does itself; in a validation it waits for others."""
 SHORTEST_S = 1e-4
 """Waits below this are no events of their own."""
-STAGES = ("generate", "score", "validate", "update", "sync")
+STAGES = ("generate", "score", "validate", "update")
 CAUSES = {"generate": ("rollout", "batch"), "validate": ("rollout", "validation"), "update": ("actor", "weights"),
-          "sync": ("actor", "weights"), "driver": ("driver", "driver")}  # fmt: skip
-"""The group that a worker waits for in a stage, and what for; an engine that is done with its part of a batch waits for
-further ``tickets``. Scores are waited for by the name of whose come last: ``teacher``, ``reference``, ``reward_model``
-or ``rewards``."""
+          "sync": ("actor", "weights"), "drain": ("rollout", "batch"), "driver": ("driver", "driver")}  # fmt: skip
+"""The group that a worker waits for in a stage, and what for. Scores are waited for by the name of whose come last:
+``teacher``, ``reference``, ``reward_model`` or ``rewards``."""
+ENGINE_CAUSES = {"generate": "tickets", "drain": "weights"}
+"""What an engine waits for that is done with its part of a batch: further tickets; weights, which others hold up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,18 @@ class StepStages:
     end: float
     validated: float = 0.0
     """When the validation of the step before was over, where the optimizer step waited for one."""
+    drains: tuple[tuple[float, float], ...] = ()
+    """Start and end of each time after the update in which engines still sampled what earlier weights were for."""
 
     def spans(self) -> list[tuple[str, float, float]]:
         """Return name, start and end of each; one that lay before the step's start, as sampled ahead, is empty."""
         bounds = [self.start]
-        for bound in (self.generated, self.scored, self.validated, self.updated, self.end):
+        for bound in (self.generated, self.scored, self.validated, self.updated):
             bounds.append(min(max(bound, bounds[-1]), self.end))
-        return list(zip(STAGES, bounds, bounds[1:], strict=False))
+        spans = list(zip(STAGES, bounds, bounds[1:], strict=False))
+        pushes = [("sync", *gap) for gap in find_gaps(self.drains, bounds[-1], self.end)]
+        drains = [("drain", start, end) for start, end in self.drains]
+        return spans + sorted(pushes + drains, key=lambda span: span[1])
 
     def step_of(self, span: ActivitySpan, step: int) -> int:
         """Return the step of a span; what was done before ``step``, as in a validation, is of the one before."""
@@ -126,7 +133,7 @@ class Timeline:
                 group_behind, cause = (pace, pace) if stage == "score" else CAUSES[stage]
                 waited[group_behind] += (end - start) / length
                 if end - start > SHORTEST_S:
-                    cause = "tickets" if (stage, group) == ("generate", "rollout") else cause
+                    cause = ENGINE_CAUSES.get(stage, cause) if group == "rollout" else cause
                     events.append(self._event(lane, f"waits-for-{cause}", start, end, step, cause=cause))
         row = {f"perf/busy/{group}": fmean(shares) for group, shares in busy.items()}
         waited = {group: waited[group] / len(spans) for group in sorted(waited)}

@@ -122,6 +122,33 @@ def test_a_step_that_waits_for_the_validation_of_the_one_before_says_so(tmp_path
     assert [e["dur"] / 1e6 for e in events if e["name"] == "update" and e["pid"] == lanes["driver"]] == [2.0]
 
 
+def test_workers_wait_for_engines_that_are_drained_before_the_weights_come(tmp_path: Path) -> None:
+    """One engine samples all the step; another one, done at 109, is sent weights with it where they meet in a group."""
+    file = tmp_path / "timeline.json"
+    timeline = Timeline(file, 10)
+    drains = ((105.0, 107.0), (107.5, 109.5))
+    stages = StepStages(100.0, generated=99.0, scored=99.5, updated=105.0, end=110.0, drains=drains)
+    busy = [
+        reported("actor", 0, ("update", 100.0, 105.0), ("pack weights", 107.0, 107.5)),
+        reported("rollout", 0, ("sample", 100.0, 110.0)),
+        reported("rollout", 1, ("sample", 100.0, 109.0)),
+    ]
+    row = timeline.add(7, stages, busy)
+    assert row["perf/waits_for/rollout"] == pytest.approx((4.0 + 0.5) / 30)  # the actor's two drains, and the engine's
+    assert row["perf/waits_for/actor"] == pytest.approx((0.5 + 0.5) / 30)  # what is left of the push, of both
+    assert contains_in_order(timeline.summary().split("; ")[0], "rollout")
+    timeline.write()
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    by_lane = {(lanes[e["pid"]], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"}
+    stages_of_step = {(name, start, length) for lane, name, start, length in by_lane if lane == "driver"}
+    assert stages_of_step == {
+        ("update", 100.0, 5.0), ("drain", 105.0, 2.0), ("sync", 107.0, 0.5), ("drain", 107.5, 2.0), ("sync", 109.5, 0.5)
+    }  # fmt: skip
+    assert {("actor 0", "waits-for-batch", 105.0, 2.0), ("actor 0", "waits-for-batch", 107.5, 2.0)} <= by_lane
+    assert ("rollout 1", "waits-for-weights", 109.0, 0.5) in by_lane  # another engine holds them up
+
+
 def test_the_file_is_a_trace_with_causes(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     timeline = Timeline(file, 10)

@@ -108,8 +108,8 @@ def test_a_bucket_that_does_not_come_has_a_deadline() -> None:
         begun.wait()
 
 
-def test_no_more_buckets_are_on_their_way_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With those that are packed meanwhile; Ray is played by a list of the calls that were waited for."""
+def test_a_bucket_is_loaded_while_the_next_one_is_packed_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many are on their way as there is memory for. Ray is played by a list of the calls that were waited for."""
     n, loaded = 5, list[tuple[int, int]]()
 
     def wait_for(call: tuple[int, int], timeout: float) -> int:
@@ -123,8 +123,8 @@ def test_no_more_buckets_are_on_their_way_than_there_is_memory_for(monkeypatch: 
     delivery = Delivery(Push(1, 7, 20.0), [Destination(engine, worker(engine), 1) for engine in (0, 3)])
     for number in range(n):
         delivery.make_room()
+        assert number - len(loaded) // 2 == min(number, IN_FLIGHT - 1)  # while this one is gathered and packed
         delivery.send(bucket(number, n))
-        assert number + 1 - len(loaded) // 2 <= IN_FLIGHT
     assert not delivery.served  # nobody serves a part
     delivery.make_room(0)
     assert loaded == [(number, engine) for number in range(n) for engine in (0, 3)]

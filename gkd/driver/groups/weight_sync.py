@@ -64,27 +64,27 @@ class WeightSync:
                 raise
             raise WorkerDied(f"{death}; {failure}") from None
 
-    def push_drained(self, request: Callable[[], None]) -> float:
-        """Send the current weights to every engine as it has sampled what earlier ones were for; returns seconds that
-        were waited for engines.
+    def push_drained(self, request: Callable[[], None]) -> list[tuple[float, float]]:
+        """Send the current weights to every engine as it has sampled what earlier ones were for; returns start and end
+        of each time (``time.monotonic``) in which none was there to be sent them.
 
         Each samples what ``request`` submits as soon as it has them, whatever the others still sample; those of a
         collective transfer, which receive together, once all are drained. Raises as :meth:`push`, and when
         nothing is sampled or scored for ``rollout.timeout_s``.
         """
         self.rollout.version = self.actor.version
-        waited, requested = 0.0, False
+        waits, requested = list[tuple[float, float]](), False
         while True:
             began = time.monotonic()
             engines = self.rollout.drain(self.config.rollout.timeout_s, together=self._transfer.collective)
-            waited += time.monotonic() - began
+            waits.append((began, time.monotonic()))
             if engines:
                 self.push(engines)
             if not requested:
                 request()
                 requested = True
             if not engines:
-                return waited
+                return waits
 
     def _push(self, engines: Sequence[int] | None) -> None:
         self.rollout.engines.take_in_restarted()

@@ -80,16 +80,16 @@ def train(config: Config, parts: Parts, log: RunLog, start: RunState) -> RunStat
 @dataclass
 class StepTimes:
     """When a step began and its parts ended, by ``time.monotonic``: its batch was ``sampled``, a validation beside it
-    over (``ready``), the actor ``updated``, and all engines had the weights (``done``). ``drained_s``: seconds of that
-    in which the engines sampled what earlier weights were for, if they had to end it. ``generated`` and ``scored``
-    (``time.time``): the last of its samples; 0 where the data answers.
+    over (``ready``), the actor ``updated``, and all engines had the weights (``done``). ``drains``: start and end of
+    each time within that in which engines sampled what earlier weights were for, if they had to end it. ``generated``
+    and ``scored`` (``time.time``): the last of its samples; 0 where the data answers.
     """
 
     started: float
     sampled: float = 0.0
     ready: float = 0.0
     updated: float = 0.0
-    drained_s: float | None = None
+    drains: list[tuple[float, float]] | None = None
     done: float = 0.0
     generated: float = 0.0
     scored: float = 0.0
@@ -108,16 +108,17 @@ class StepTimes:
         row = {"timing_s/wait": waited - overlap, "timing_s/update": updated + overlap}
         if computed is not None:
             row["timing_s/overlap"] = overlap
-        if self.drained_s is not None:
-            row["timing_s/drain"] = self.drained_s
-        sync = self.done - self.updated - (self.drained_s or 0.0)
-        return {**row, "timing_s/sync": sync, "timing_s/step": self.done - self.started}
+        drained = sum(end - start for start, end in self.drains or ())
+        if self.drains is not None:
+            row["timing_s/drain"] = drained
+        return {**row, "timing_s/sync": self.done - self.updated - drained, "timing_s/step": self.done - self.started}
 
     def stages(self, validates: bool) -> StepStages:
         """Return the stages of the step, by ``time.time``; ``validates``: a validation was beside it."""
         ahead = time.time() - time.monotonic()
         start, ready, updated, end = (at + ahead for at in (self.started, self.ready, self.updated, self.done))
-        return StepStages(start, self.generated, self.scored, updated, end, ready if validates else 0.0)
+        drains = tuple((a + ahead, b + ahead) for a, b in self.drains or ())
+        return StepStages(start, self.generated, self.scored, updated, end, ready if validates else 0.0, drains)
 
 
 def _collect(
@@ -149,7 +150,7 @@ def _push(config: Config, parts: Parts, at: StepTimes, request: Callable[[], Non
     Unless they come in flight, every step is sampled from one version: what is sampled ahead is sampled to its end.
     """
     if config.schedule.max_staleness > 0 and not config.schedule.in_flight:
-        at.drained_s = parts.sync.push_drained(request)
+        at.drains = parts.sync.push_drained(request)
         at.done = time.monotonic()
         return
     if parts.answers is None:

@@ -62,6 +62,7 @@ class Played:
     logging_s: float = 0.0
     sampling_s: float = 0.0
     pushing_s: float = 0.0
+    draining_s: float = 0.0
     ordered: int = 0
     calls: list[tuple[str, float]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
@@ -121,11 +122,14 @@ class Played:
         self.version = step
         return {"actor/loss": 0.5 * step}
 
-    def push_drained(self, request: Callable[[], None]) -> float:
+    def push_drained(self, request: Callable[[], None]) -> list[tuple[float, float]]:
+        began = time.monotonic()
         self.note("drain")
+        time.sleep(self.draining_s)
+        waited = (began, time.monotonic())
         self.push()
         request()
-        return 0.0
+        return [waited]
 
     def wait_for_chunks(self) -> None:
         assert self.supervised  # before engines get weights for validations alone
@@ -337,7 +341,7 @@ def test_a_sample_older_or_newer_than_is_allowed_ends_the_run_before_it_is_learn
 def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between(
     max_staleness: int, first: list[int], then: list[list[int]], tmp_path: Path
 ) -> None:
-    run = Played(tmp_path, max_staleness=max_staleness)
+    run = Played(tmp_path, max_staleness=max_staleness, draining_s=0.05)
     run.run(RunState())
     order = [call for call in run.calls if call[0] in ("sample", "update", "drain", "push")]
     expected = [("sample", step) for step in first]
@@ -350,6 +354,7 @@ def test_later_steps_are_sampled_during_an_update_and_their_weights_come_between
     for row in rows:
         parts = ("wait", "update", "drain", "sync")
         assert row["timing_s/step"] == pytest.approx(sum(row[f"timing_s/{part}"] for part in parts), abs=1e-3)
+        assert row["timing_s/drain"] >= 0.05 and row["perf/waits_for/rollout"] > 0  # the actor's, meanwhile
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,10 @@ class World:
     def attend(self, calls: Any) -> None:
         raise AssertionError("nobody waits for this actor")
 
-    def push_drained(self, request: Callable[[], None]) -> float:
+    def push_drained(self, request: Callable[[], None]) -> list[tuple[float, float]]:
         self.push()
         request()
-        return 0.0
+        return []
 
     def update(self, samples: list[TrainingSample], step: int) -> dict[str, float]:
         """Two mini-batches, the second of which nobody may be there to wait for."""

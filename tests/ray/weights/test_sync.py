@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,9 @@ def test_drained_engines_get_weights_one_by_one_but_in_a_group_together(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(system.rollout, "drain", drain)
         system.actor.version = 2
-        assert system.sync.push_drained(lambda: order.append(system.rollout.version)) > 0
+        waits = system.sync.push_drained(lambda: order.append(system.rollout.version))
+    assert len(waits) == (3 if transfer == "object_store" else 2)  # and none of them is of a push
+    assert all(began <= ended for began, ended in waits) and all(a[1] <= b[0] for a, b in pairwise(waits))
     # What is requested is for the new weights, and comes once the first engine has these.
     assert order == [[1, 1], 2, *([[1, 2]] if transfer == "object_store" else []), [2, 2]]
     system.expect_served(2)
