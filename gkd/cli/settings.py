@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gkd.errors import Parser, end_with_reader, entry_point
 
@@ -24,18 +25,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(words: Sequence[str]) -> None:
-    """Print settings about all of ``words``; without words every one, and the choices of recipe, placement and task.
+    """Print settings about all of ``words``; without words every one, and the choices of what else is selected by name.
 
     Raises ConfigError where there are none.
     """
     from gkd.config.compose import groups
     from gkd.config.describe import describe_all, search
 
-    shown = search(words) if words else describe_all()
+    choices = {group: " or ".join(names) for group, names in groups().items()}  # recipe, placement, ...
+    described = [replace(setting, kind=choices.pop(setting.name, setting.kind)) for setting in describe_all()]
+    shown = search(words, described) if words else described
     with end_with_reader():
         for setting in shown:
             kind = f"  ({setting.kind})" if setting.kind else ""
             print(f"{setting.name}={setting.default}{kind}")
             print(textwrap.fill(setting.meaning, WIDTH, initial_indent="    ", subsequent_indent="    "))
-        for group, choices in groups().items() if not words else ():
-            print(f"{group}=  ({' or '.join(choices)})")
+        for group, names in choices.items() if not words else ():
+            print(f"{group}=  ({names})")

@@ -41,15 +41,14 @@ def describe_all() -> tuple[Setting, ...]:
     return tuple(describe(Config, ""))
 
 
-def search(words: Sequence[str]) -> Sequence[Setting]:
-    """Find the settings that every word is about.
+def search(words: Sequence[str], described: Sequence[Setting]) -> Sequence[Setting]:
+    """Find, among those ``described``, the settings that every word is about.
 
     A word is a part of the name, a choice, the beginning of a word of the meaning, or what another system calls it.
     Words that no setting is about one by one are taken together, as ``gradient accumulation``.
 
     Raises ConfigError, naming what may have been meant, where there are none.
     """
-    described = describe_all()
     for sought in (words, ["_".join(words)]):
         matching = [setting for setting in described if all(_matches(setting, word.lower()) for word in sought)]
         if matching:

@@ -149,7 +149,7 @@ class ScoringPool(Pool):
     def _heartbeats_come_in_time(self) -> ScoringPool:
         if self.heartbeat_s >= self.request_timeout_s:
             raise ValueError(
-                f"heartbeat_s={self.heartbeat_s:g}: heartbeats tell of every step, so it is to be below "
+                f"heartbeat_s={self.heartbeat_s:g}: a step is seen with the next heartbeat, so it is to be below "
                 f"request_timeout_s={self.request_timeout_s:g}"
             )
         return self

@@ -51,7 +51,7 @@ class Watch(Settings):
 class Config(Settings):
     """One run."""
 
-    recipe: str = Field("none", description="name of the recipe, part of the default output directory")
+    recipe: str = Field("none", description="name of the recipe, by +recipe=NAME; part of the default output directory")
     placement: str = Field(
         "auto", description="name of the placement, whose ranges count the GPUs that a node lets be seen, from 0"
     )

@@ -21,7 +21,7 @@ from gkd.modeling.rows import current_bounds, rows_of
 def find_state_layers(lm: nn.Module) -> list[nn.Module]:
     """Return the modules that mix tokens by a state, those that begin with a convolution over the latest few.
 
-    Others there may be as well (MiniMax's), and there may be convolutions of what the model hears.
+    Others there may be as well (MiniMax's), and some convolutions are of audio.
     """
     return [module for module in lm.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())]
 
@@ -48,7 +48,7 @@ def give_rows_to_state_layers(lm: PreTrainedModel) -> None:
 
 @dataclass
 class _RowHooks:
-    """Hooks of the layers of a model with ``config``, which says what takes rows at present."""
+    """Hooks of the layers of a model with ``config``, which holds what takes rows at present."""
 
     config: PretrainedConfig
 

@@ -91,12 +91,12 @@ class Clients:
                 self._clients[id] = _ClientQueue(connection)
 
     def note_greeting(self, id: bytes) -> None:
-        """Note that a client said hello."""
+        """Note that a client has been greeted."""
         with self._changed:
             self._clients[id].greeted = True
 
     def has_greeted(self, id: bytes) -> bool:
-        """Return whether a client said hello, and has not gone since."""
+        """Return whether a client was greeted, and has not gone since."""
         with self._changed:
             return self._clients[id].greeted
 

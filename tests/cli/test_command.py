@@ -69,7 +69,7 @@ def test_a_default_is_among_the_choices() -> None:
     ],
 )
 def test_settings_are_searched_by_name_and_by_the_names_of_other_systems(words: list[str], names: set[str]) -> None:
-    matching = {setting.name for setting in search(words)}
+    matching = {setting.name for setting in search(words, describe_all())}
     assert names <= matching
     assert len(matching) < len(settings()) / 4
 
@@ -92,7 +92,18 @@ def test_settings_of_classes_are_described_with_the_section_that_selects_them() 
 
 def test_a_search_without_result_is_an_error() -> None:
     with pytest.raises(ConfigError):
-        search(["nothing-is-called-so"])
+        search(["nothing-is-called-so"], describe_all())
+
+
+@pytest.mark.parametrize("words", [["placement"], ["8gpu_two_actors"], []])
+def test_choices_that_files_of_conf_stand_for_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("placement=")]
+    assert {"auto", "cpu", "single_gpu", "8gpu", "8gpu_two_actors"} <= set(re.findall(r"\w+", line))
+    if not words:
+        assert any(line.startswith("recipe=none") and "distill_and_reward or grpo" in line for line in lines)
+        assert any(line.startswith("task=") for line in lines)  # no setting, but it is selected so
 
 
 @pytest.mark.parametrize("arguments", [["settings", "lr"], ["train", "--settings", "lr"]])
