@@ -36,9 +36,19 @@ OF_OTHERS = {
     "mkdocs build": {"--strict"},
     "kubectl apply": {"-f"},
     "nvidia-cuda-mps-control": {"-d"},
+    "nvidia-smi": {"-L"},
     "source .venv/bin/activate": set(),
+    "ray start": {"--num-gpus=7"},
+    "scancel": {"--batch", "--signal=TERM"},
+    "docker run": {"--cpus"},
+    "docker pause": set(),
+    "uv run": {"gkd", "train"},
 }
 """Commands of other projects, and what pages give them beside files and extras of this one."""
+OTHER_PROGRAMS = re.compile(
+    r"(?:apt|apt-get|bash|conda|curl|docker|git|helm|kubectl|make|mkdocs|mlflow|nvidia-smi|pip|podman|pre-commit|pytest"
+    r"|python3?|ray|sbatch|scancel|sh|srun|tensorboard|uv|wandb)(?= [\w./+-])"
+)
 MODULE = re.compile(r"python -m (tests(?:\.\w+)+)(?= |$)")
 SCRIPT = re.compile(r"^(?:python |bash |sh |sbatch )?(?:\./)?((?:launch|recipes|tests)/[\w/.-]+\.(?:py|sh|sbatch))\b")
 VARIABLE = re.compile(r'^ {4}([A-Z]+)="(.*)"$', re.MULTILINE)
@@ -103,6 +113,15 @@ def commands(page: Path) -> Iterator[Command]:
         skip = len(program.split()) if program in OF_OTHERS else 1 + line.startswith("python ")
         skip = 2 if line.startswith("gkd ") else 3 if line.startswith("python -m") else skip
         yield Command(page, line, program, tuple(word for word in words[skip:] if not re.fullmatch(r"[A-Z_]+", word)))
+
+
+def unknown_commands(page: Path) -> Iterator[str]:
+    """Lines and inline code that begin as commands do, of which :func:`commands` knows none."""
+    text = page.read_text(encoding="utf-8")
+    for code in (*blocks(text), *spans(text)):
+        line = re.sub(r"^python -m +gkd(?= |$)", "gkd", code.removeprefix("$ ").strip())
+        if OTHER_PROGRAMS.match(line) and _program(line) is None:
+            yield line
 
 
 def _program(line: str) -> str | None:

@@ -24,10 +24,24 @@ from gkd.errors import ConfigError
 from gkd.planning.layout import gpu_hardware
 from gkd.rewards.adapters import resolve
 from gkd.rewards.completion import Completion
-from tests.docs.pages import OF_OTHERS, PAGES, ROOT, Command, anchors, commands, links, python_files, spans, tables
+from tests.docs.pages import (
+    OF_OTHERS,
+    PAGES,
+    ROOT,
+    Command,
+    anchors,
+    commands,
+    links,
+    python_files,
+    spans,
+    tables,
+    unknown_commands,
+)
 
 ALL = {f"{page.relative_to(ROOT)}: {command.text}": command for page in PAGES for command in commands(page)}
 KNOWN = settings()
+OF_A_RUN = ("launch/quickstart.sh", "launch/slurm.sbatch")
+"""Scripts whose arguments are a run's."""
 
 
 def test_readme_is_short() -> None:
@@ -96,6 +110,20 @@ def test_there_are_commands() -> None:
     assert {command.program for command in ALL.values()} >= set(PROGRAMS)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_of_a_page_is_left_out_of_these_tests(page: Path) -> None:
+    assert list(unknown_commands(page)) == []
+
+
+def test_commands_that_are_not_known_are_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    lines = ["$ pytest -x tests", "docker stop NAME", "ray up cluster.yaml", "gkd doctor", "ray: 2.60"]
+    page.write_text("\n".join(["Type this:", "", *(f"    {line}" for line in lines), "", "Or `tensorboard --logdir DIR`."]))
+    assert list(unknown_commands(page)) == [
+        "pytest -x tests", "docker stop NAME", "ray up cluster.yaml", "tensorboard --logdir DIR"
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where commands are typed: with the project's files of one's own and with those that pages show."""
@@ -122,7 +150,8 @@ def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.M
         "python -m tests.gpu.on_another_device", "python -m tests.message", "python tests/gpu/acceptance.py --onyl mps",
         "./launch/test.sh --al", "./launch/ray_cluster.sh worker --addres HOST:6379", "GKD_DEVICE=cpu ./launch/qick.sh",
         "pip install 'gkd[ligre]'", "pip install -e '.[docs,tset]'", "pip install nixel", "mkdocs build --strct",
-        "kubectl apply -f launch/kuberay/rayjobs.yaml", "nvidia-cuda-mps-control -D", "ls  # or: pip install '.[tlr]'",
+        "./launch/quickstart.sh trainer.stps=3", "sbatch launch/slurm.sbatch +recipe=nope", "gkd compare --jsn FILE",
+        "ray start --num-gpu=7", "kubectl apply -f launch/kuberay/rayjobs.yaml", "nvidia-cuda-mps-control -D", "ls  # or: pip install '.[tlr]'",
     ],
 )  # fmt: skip
 def test_wrong_commands_are_noticed(wrong: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +174,8 @@ def require_accepted(command: Command) -> None:
         assert script.is_file()
         text = script.read_text(encoding="utf-8")
         assert all(re.search(rf"(?<![\w-]){option}(?![\w-])", text) for option in command.options)
+        if command.program in OF_A_RUN:
+            assert error_of("train", tuple(command.overrides)) is None
         return
     if command.program.startswith("-"):
         with redirect_stdout(StringIO()):
