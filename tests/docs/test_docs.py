@@ -118,7 +118,7 @@ def test_no_command_of_a_page_is_left_out_of_these_tests(page: Path) -> None:
 def test_commands_that_are_not_known_are_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     lines = ["$ pytest -x tests", "docker stop NAME", "ray up cluster.yaml", "gkd doctor", "ray: 2.60"]
-    page.write_text("\n".join(["Type this:", "", *(f"    {line}" for line in lines), "", "Or `tensorboard --logdir DIR`."]))
+    page.write_text("".join(f"    {line}\n" for line in lines) + "\nOr `tensorboard --logdir DIR`.\n")
     assert list(unknown_commands(page)) == [
         "pytest -x tests", "docker stop NAME", "ray up cluster.yaml", "tensorboard --logdir DIR"
     ]  # fmt: skip
@@ -151,7 +151,8 @@ def test_commands_are_accepted(name: str, directory: Path, monkeypatch: pytest.M
         "./launch/test.sh --al", "./launch/ray_cluster.sh worker --addres HOST:6379", "GKD_DEVICE=cpu ./launch/qick.sh",
         "pip install 'gkd[ligre]'", "pip install -e '.[docs,tset]'", "pip install nixel", "mkdocs build --strct",
         "./launch/quickstart.sh trainer.stps=3", "sbatch launch/slurm.sbatch +recipe=nope", "gkd compare --jsn FILE",
-        "ray start --num-gpu=7", "kubectl apply -f launch/kuberay/rayjobs.yaml", "nvidia-cuda-mps-control -D", "ls  # or: pip install '.[tlr]'",
+        "ray start --num-gpu=7", "kubectl apply -f launch/kuberay/rayjobs.yaml", "nvidia-cuda-mps-control -D",
+        "ls  # or: pip install '.[tlr]'",
     ],
 )  # fmt: skip
 def test_wrong_commands_are_noticed(wrong: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
