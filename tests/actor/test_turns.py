@@ -66,6 +66,13 @@ def log_probs(model: Any, sample: Sample) -> torch.Tensor:
     return logits.log_softmax(-1)[np.flatnonzero(sample.sampled) - 1]
 
 
+def require_equal_gradients(lm: torch.nn.Module, plain: torch.nn.Module) -> None:
+    gradients = {name: p.grad for name, p in lm.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4 * largest, msg=name)
+
+
 @pytest.mark.parametrize("k", [VOCAB, 6])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # packed, and padded
 def test_the_gradient_of_a_scored_trajectory_of_three_turns_is_that_of_the_plain_models(
@@ -99,7 +106,37 @@ def test_the_gradient_of_a_scored_trajectory_of_three_turns_is_that_of_the_plain
     total, _ = student(micro, objective(micro, Algorithm(), Rollout(), 7))
     total.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-4)
-    gradients = {name: p.grad for name, p in student.lm.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        largest = float(parameter.grad.abs().max())
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4 * largest, msg=name)
+    require_equal_gradients(student.lm, plain)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])  # GRPO's, and GSPO's: one of all that the student wrote
+def test_the_policy_gradient_of_three_turns_is_that_of_the_plain_models(ratio: str, tmp_path: Path) -> None:
+    """PPO's clipped surrogate in a second update of a batch, by autograd from the model's own logits."""
+    rng, clip = np.random.default_rng(0), 0.02
+    samples, advantages = [trajectory(rng, spans) for spans in TURNS], [0.7, -1.3, 0.4]
+    n = sum(int(sample.sampled.sum()) for sample in samples)
+    plain = make("llama")
+    plain.save_pretrained(tmp_path / "student")
+
+    old, expected, n_clipped = [], torch.zeros(()), 0
+    for sample, advantage in zip(samples, advantages, strict=True):
+        ids = torch.from_numpy(sample.sampled_ids.astype(np.int64))
+        log_q = log_probs(plain, sample).gather(-1, ids[:, None])[:, 0]
+        before = log_q.detach() + torch.from_numpy(rng.normal(0.02, 0.05, len(ids))).float()
+        change = log_q - before
+        r = (change if ratio == "token" else change.mean().expand(len(ids))).exp()
+        surrogate = torch.minimum(r * advantage, r.clamp(1 - clip, 1 + clip) * advantage)
+        n_clipped += int((surrogate != r * advantage).sum())
+        expected = expected - surrogate.sum() / n
+        old.append(before)
+    assert 0 < n_clipped < n  # of both kinds
+    expected.backward()
+
+    student = load(tmp_path / "student")
+    policy = {"ratio": ratio, "clip_low": clip, "clip_high": clip}
+    algorithm = Algorithm(name="grpo", policy=policy, importance_sampling={"level": None})
+    micro = collate([ScoredSample(sample) for sample in samples], None, [1 / n] * 3, advantages, old)
+    total, _ = student(micro, objective(micro, algorithm, Rollout(), 7))
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-4)
+    require_equal_gradients(student.lm, plain)
