@@ -13,7 +13,7 @@ from gkd import durable
 from gkd.cluster.gpu import range_text
 from gkd.cluster.layout.assignment import Report, describe_use, faults
 from gkd.cluster.layout.fit import fits, gpus_text, has_counted_ranges, may_share, share_gpus
-from gkd.cluster.layout.nodes import GroupRequest, group_requests
+from gkd.cluster.layout.nodes import GroupRequest, Node, group_requests
 from gkd.cluster.session.connect import Session
 from gkd.cluster.workers.failure import NodeLost
 from gkd.cluster.workers.group import Group
@@ -113,8 +113,9 @@ class Placement:
 
 def lay_out(config: Config) -> Config:
     """Return ``config`` as :func:`gkd.cluster.layout.fit.share_gpus` has it on the nodes of Ray; log it."""
-    counted = has_counted_ranges(config)
-    if not counted and (not may_share(config) or fits(config, read_nodes())):
+    counted, nodes = has_counted_ranges(config), read_nodes()
+    if not counted and (not may_share(config) or fits(config, nodes)):
+        _note_idle_gpus(config, nodes)
         return config
     nodes = read_nodes({})  # with the indices of their GPUs, which a layout names
     changed = share_gpus(config, nodes)
@@ -126,6 +127,17 @@ def lay_out(config: Config) -> Config:
             on = ", ".join(f"{section} on {pool.n_gpus_per_node}" for section, pool in changed.pools())
             log.info("there are fewer GPUs than groups (%s), so groups share them: %s", gpus_text(nodes), on)
     return changed
+
+
+def _note_idle_gpus(config: Config, nodes: Sequence[Node]) -> None:
+    """Log how many GPUs that nobody holds ``placement=auto`` leaves so: it takes one for each group."""
+    n_free = sum(node.free_gpus for node in nodes)
+    n_used = sum(request.total for request in group_requests(config))
+    if config.placement == "auto" and n_used < n_free:
+        log.info(
+            "%s of %s free GPUs are not used: placement=auto takes one a group where n_gpus_per_node is not set "
+            "(gkd plan --best %s names the fastest split)", n_free - n_used, n_free, n_free,
+        )  # fmt: skip
 
 
 def place(
