@@ -9,6 +9,7 @@ import pytest
 from gkd.config import load
 from gkd.config.compose import compose
 from gkd.config.doubts import doubts
+from gkd.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,11 @@ def test_reverse_kl_on_old_samples_is_warned_of() -> None:
     assert warnings(3, "sampled_reverse_kl") and not warnings(2, "sampled_reverse_kl")
     assert warnings(3, "jsd", beta=1.0) and not warnings(2, "jsd", beta=1.0)  # that is reverse KL
     assert not warnings(3, "jsd", beta=0.5)
+
+
+def test_no_weights_can_be_newer_than_those_that_learn() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.max_staleness=-1"):
+        load({"schedule": {"max_staleness": -1}})
 
 
 def test_a_mini_batch_larger_than_a_batch_is_named() -> None:

@@ -63,6 +63,8 @@ class World:
     staleness: int = 0
     meanwhile: Any = None
     group: Any = field(default_factory=lambda: SimpleNamespace(reports=()))
+    seeds: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """Of what was requested, by order and prompt."""
 
     @property
     def config(self) -> Config:
@@ -73,6 +75,8 @@ class World:
             raise Ended
 
     def submit(self, requests: list[SampleRequest], order: int) -> list[tuple[int, int, int]]:
+        for request in requests:
+            self.seeds.setdefault((order, request.prompt.id), []).append(request.seed)
         return [(order, request.prompt.id, self.served) for request in requests]
 
     def collect_in_order(self, keys: list[tuple[int, int, int]], timeout_s: float) -> Iterator[list[TrainingSample]]:
@@ -215,6 +219,8 @@ def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path:
         assert mean == whole_mean or staleness
         assert again.logged("samples.jsonl") == whole.logged("samples.jsonl")
         assert again.value == whole.value
+        assert ended.seeds | again.seeds == whole.seeds  # what is sampled again has the seeds that it had
+        assert all(again.seeds.get(place, seeds) == seeds for place, seeds in ended.seeds.items())
 
 
 def test_ended_twice_in_the_same_step(tmp_path: Path) -> None:
