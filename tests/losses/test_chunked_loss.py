@@ -99,7 +99,7 @@ HEADS = {"linear": plain_head, "linear without bias": lambda: plain_head(False),
     st.sampled_from(sorted(HEADS)),
     st.sampled_from([0.8, 1.0, 1.4]),
 )
-@hypothesis_settings(max_examples=100)
+@hypothesis_settings(max_examples=60)
 def test_chunks_change_neither_value_nor_gradients(n, chunk, block, name, k, tail, kind, temperature):
     """Nor do blocks of logits; for a plain output layer, and for one that does more, as autograd of the whole."""
     hidden, targets, weights = make_case(n, k)
