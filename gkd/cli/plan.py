@@ -99,11 +99,15 @@ def compose_plan(overrides: Sequence[str]) -> Config:
 
 
 def _place_here(config: Config, best: bool) -> Config:
-    """Return the layout that a run here would take, where this machine's GPUs are planned for."""
+    """Return the layout that a run would take on nodes of ``plan.nodes``, or, where this machine's GPUs are planned
+    for, here.
+    """
     from gkd.cluster.gpu import VISIBLE, nvml_uuids, usable_devices
     from gkd.cluster.layout.fit import share_gpus
     from gkd.cluster.layout.nodes import make_idle_nodes
 
+    if not best and config.plan.nodes is not None:
+        return share_gpus(config, make_idle_nodes(config.plan.nodes))
     if best or _names_a_gpu(config) or isinstance(config.cluster.simulate_gpus, int):
         return config
     return share_gpus(config, make_idle_nodes([len(usable_devices(os.environ.get(VISIBLE), nvml_uuids()))]))

@@ -133,6 +133,8 @@ def test_memory_alone_is_that_of_another_machine(tmp_path: Path, monkeypatch: py
     assert other["hardware"]["memory"] == 16e9
     assert "rtx-3060" in other["hardware"]["name"]
     assert not _shared(other)
+    named = planned(tmp_path, *own, "plan.memory_gb=16", "plan.nodes=[1]")  # a machine of one such GPU
+    assert named["hardware"]["memory"] == 16e9 and _shared(named)
 
 
 def _shared(result: dict[str, Any]) -> bool:

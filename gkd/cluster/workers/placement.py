@@ -130,10 +130,10 @@ def lay_out(config: Config) -> Config:
 
 
 def _note_idle_gpus(config: Config, nodes: Sequence[Node]) -> None:
-    """Log how many GPUs that nobody holds ``placement=auto`` leaves so: it takes one for each group."""
+    """Log how many GPUs of a machine alone ``placement=auto`` leaves to nobody: it takes one for each group."""
     n_free = sum(node.free_gpus for node in nodes)
     n_used = sum(request.total for request in group_requests(config))
-    if config.placement == "auto" and n_used < n_free:
+    if config.placement == "auto" and len(nodes) == 1 and n_used < n_free:
         log.info(
             "%s of %s free GPUs are not used: placement=auto takes one a group where n_gpus_per_node is not set "
             "(gkd plan --best %s names the fastest split)", n_free - n_used, n_free, n_free,

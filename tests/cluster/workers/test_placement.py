@@ -18,7 +18,7 @@ from tests.error_text import contains_in_order
     ("settings", "free", "unused"),
     [
         ({}, [8], 5),  # actor, rollout, teacher
-        ({}, [2, 8], 7),
+        ({}, [2, 8], 0),  # of a cluster, which has others
         ({}, [3], 0),
         ({"rollout": {"n_gpus_per_node": 6}}, [8], 0),
         ({"rollout": {"n_gpus_per_node": 4}}, [8], 2),
