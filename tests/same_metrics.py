@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.output_files import METRICS, read_whole_lines
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, catch_errors
 
 OF_THE_CLOCK = re.compile(r"(?:timing_s|perf|memory)/.*|reward/.*/seconds")
 
@@ -39,10 +39,9 @@ def compare(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) ->
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; returns its exit code. Raises ConfigError for what are not two runs with metrics."""
     if len(arguments) != 2:
-        print("error: expected the directories of two runs", file=sys.stderr)
-        return 2
+        raise ConfigError("expected the directories of two runs")
     rows, others = (read_whole_lines(Path(run) / METRICS) for run in arguments)
     for run, its in zip(arguments, (rows, others), strict=True):
         if not its:
@@ -55,4 +54,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(catch_errors(lambda: main(sys.argv[1:])))

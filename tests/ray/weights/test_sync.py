@@ -168,6 +168,7 @@ def test_drained_engines_get_weights_one_by_one_but_in_a_group_together(
     pair.control("use", config, gpus, timeout_s=30)
     system = start(actors, replace(pair, reports=tuple(reports("rollout", *gpus))), config)
     system.push(1)
+    pushes, push_now = list[tuple[float, float]](), system.sync.push
     drained, order = iter([[1], [0], []] if transfer == "object_store" else [[0, 1], []]), list[Any]()
 
     def drain(timeout_s: float, together: bool) -> list[int]:
@@ -175,12 +176,19 @@ def test_drained_engines_get_weights_one_by_one_but_in_a_group_together(
         order.append([state[1] for state in system.engine_states()])
         return next(drained)
 
+    def push(engines: list[int]) -> None:
+        began = time.monotonic()
+        push_now(engines)
+        pushes.append((began, time.monotonic()))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(system.rollout, "drain", drain)
+        patch.setattr(system.sync, "push", push)
         system.actor.version = 2
         waits = system.sync.push_drained(lambda: order.append(system.rollout.version))
-    assert len(waits) == (3 if transfer == "object_store" else 2)  # and none of them is of a push
-    assert all(began <= ended for began, ended in waits) and all(a[1] <= b[0] for a, b in pairwise(waits))
+    assert len(waits) == len(pushes) + 1 == (3 if transfer == "object_store" else 2)
+    for (before, after), (began, ended) in zip(pairwise(waits), pushes, strict=True):
+        assert before[0] <= before[1] <= began and ended <= after[0]  # no wait is of a push
     # What is requested is for the new weights, and comes once the first engine has these.
     assert order == [[1, 1], 2, *([[1, 2]] if transfer == "object_store" else []), [2, 2]]
     system.expect_served(2)
