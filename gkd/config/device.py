@@ -52,6 +52,26 @@ class EngineLoad:
     top_k: int
 
 
+@dataclass(frozen=True, slots=True)
+class PushLoad:
+    """Holds what a transfer of weights is planned for: the bytes of one push.
+
+    ``total``: of what is sent; ``bucket``: of ``weights.bucket_mb``; ``tensor``: of the largest one. ``gathered``: what
+    a rank of the actor has at most while it gathers one, ``layer``: of the largest layer. ``module``: of the largest
+    one in a layer of the engine's model, whose weights it has together before it takes them over, ``root``: of the
+    embeddings. ``width``: GPUs of an engine.
+    """
+
+    total: float
+    bucket: float
+    tensor: float
+    gathered: float
+    layer: float
+    module: float
+    root: float
+    width: int = 1
+
+
 def installed_device() -> Device:
     """Return where engines run on this machine: "cpu" when the CPU build of vLLM is installed, "cuda" otherwise."""
     try:

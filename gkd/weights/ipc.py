@@ -2,9 +2,8 @@
 
 CUDA's inter-process memory. The handles, bytes and numbers in torch's own form, travel in Ray calls of this run's
 workers: who may call them is trusted, as with every other call, and nothing is read from another socket. (vLLM's
-pickled form of them, for HTTP, is not used.) The memory this takes beside the model's: the gathered tensors of a
-bucket, their copy, the bucket before it, and the engine's copy of that. Buckets are of weights.bucket_mb, or of the
-largest tensor where that is larger.
+pickled form of them, for HTTP, is not used.) Buckets are of weights.bucket_mb, or of the largest tensor where that is
+larger.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.config.transfer import Place
 from gkd.errors import ConfigError, RunFailed
-from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Bucket, Receiver, Transfer, find_gpu_obstacle
+from gkd.weights.packing import PackedLayout, PackedTransfer, PackingSender, unpack
+from gkd.weights.transfer import Bucket, Receiver, find_gpu_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +109,9 @@ class IpcReceiver(Receiver):
         return copy
 
 
-class Ipc(Transfer):
+class Ipc(PackedTransfer):
     """CUDA memory that processes on one GPU share."""
 
-    gpu_to_gpu = True
     expandable_segments = False
     sender = IpcSender
     receiver = IpcReceiver

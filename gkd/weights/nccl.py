@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.config.transfer import Place
 from gkd.errors import RunFailed
-from gkd.weights.packing import PackedLayout, PackingSender, unpack
-from gkd.weights.transfer import Bucket, Receiver, Transfer, find_gpu_obstacle, find_shared_gpu
+from gkd.weights.packing import PackedLayout, PackedTransfer, PackingSender, unpack
+from gkd.weights.transfer import Bucket, Receiver, find_gpu_obstacle, find_shared_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,10 +82,10 @@ class NcclReceiver(Receiver):
             self.group = None
 
 
-class Nccl(Transfer):
+class Nccl(PackedTransfer):
     """A broadcast from actor rank 0's GPU to other GPUs."""
 
-    gpu_to_gpu = collective = True
+    collective = True
     sender = NcclSender
     receiver = NcclReceiver
 

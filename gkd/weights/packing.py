@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gkd.config.device import PushLoad
 from gkd.errors import RunFailed
-from gkd.weights.transfer import Bucket, Sender
+from gkd.weights.transfer import IN_FLIGHT, Bucket, Sender, Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -148,3 +149,30 @@ class PackingSender(Sender):
         """Free all buffers but the newest ``keep``."""
         while len(self._held) > keep:
             self._held.popleft()
+
+
+class PackedTransfer(Transfer):
+    """A way of packed buckets from GPU to GPU."""
+
+    gpu_to_gpu = True
+
+    @classmethod
+    def count_sent_bytes(cls, push: PushLoad) -> float:
+        """Return the bytes of the buckets that are packed, of what the newest is packed of, and of the next tensor.
+
+        The largest tensor is either that one, or a bucket by itself.
+        """
+        if push.total <= push.bucket:
+            return 2 * push.total
+        packed, alone = min(push.total, IN_FLIGHT * push.bucket), max(push.bucket, push.tensor)
+        return max(packed + push.bucket + push.gathered, 2 * alone + push.bucket + min(push.gathered, push.bucket))
+
+    @classmethod
+    def count_received_bytes(cls, push: PushLoad) -> float:
+        """Return the bytes of the buckets that a module's tensors lie in, and of what these are loaded into.
+
+        vLLM loads a module once all of its tensors are there: the buckets are whole, and two at least, until then.
+        """
+        in_layers = min(push.total, max(2 * push.bucket, push.module + push.bucket)) + push.module / push.width
+        in_root = min(push.total, max(push.bucket, push.root)) + push.root / push.width
+        return max(in_layers, in_root)

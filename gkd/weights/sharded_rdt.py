@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from gkd.config.device import PushLoad
 from gkd.weights.shards import Rendezvous, ShardSource, ShardTransfer
 
 
@@ -19,6 +20,11 @@ class ShardedRdt(ShardTransfer):
     ray_executor = True
     backend = "sharded_rdt"
     packages: ClassVar = {"nixl._api": "pip install nixl"}
+
+    @classmethod
+    def count_sent_bytes(cls, push: PushLoad) -> float:
+        """Return the bytes of two layers, one that is read and one that is gathered meanwhile."""
+        return max(2 * push.layer, push.root)
 
     @classmethod
     def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gkd.config.device import PushLoad
 from gkd.config.transfer import Place
 
 if TYPE_CHECKING:
@@ -138,6 +139,16 @@ class Transfer:
     def packing(cls, actor: Sequence[Place], gpus: set[str]) -> list[bool]:
         """Return, by rank of the actor, whether its buckets are received by engines on ``gpus``."""
         return [rank == 0 for rank in range(len(actor))]
+
+    @classmethod
+    def count_sent_bytes(cls, push: PushLoad) -> float:
+        """Return the bytes of an actor rank's GPU that a push takes: a tensor, on its way to the host."""
+        return push.gathered
+
+    @classmethod
+    def count_received_bytes(cls, push: PushLoad) -> float:
+        """Return the bytes of an engine's GPU that a push takes beside the model: what a module is loaded into."""
+        return max(push.module, push.root) / push.width
 
 
 def find_gpu_obstacle(workers: Sequence[Place]) -> str | None:

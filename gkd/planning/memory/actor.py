@@ -23,7 +23,7 @@ from gkd.planning.shapes import Layers, ModelShape, Weight
 NF4 = 0.5 + 0.127 / 8  # with twice quantized scales: 0.127 bits a number (QLoRA, arXiv 2305.14314, section 3)
 NAMES = (
     "weights", "gradients", "optimizer state", "gathered weights", "activations", "logits", "targets",
-    "gradients in flight",
+    "gradients in flight", "weights being sent",
 )  # fmt: skip
 ON_THE_WAY = 3.0 * 2 * F32 * (1 << 24)  # slices of moments that come from the host's memory (gkd.actor.optimizer)
 # Float32 copies of logits that finding a nucleus takes. On a CPU: sorted, their probabilities, the sums of these, and a
@@ -75,9 +75,13 @@ class Training:
         return None if self.on_cpu else self.config.actor.offloaded
 
 
-def peak_items(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, float]:
-    """Return the bytes by item at the worst moment of an update, in order; items that are 0 then are left out."""
-    moment = max(phases(shape, training, micro).values(), key=lambda phase: sum(phase.values()))
+def peak_items(shape: ModelShape, training: Training, micro: MicroBatchSize, sent: float = 0.0) -> dict[str, float]:
+    """Return the bytes by item at the worst moment of a step, in order; items that are 0 then are left out.
+
+    ``sent``: what sending the weights takes, once the gradients are gone.
+    """
+    push = _persistent_items(shape, training, training.offloaded) | {"gradients": 0.0, "weights being sent": sent}
+    moment = max((*phases(shape, training, micro).values(), push), key=lambda phase: sum(phase.values()))
     return {name: moment[name] for name in NAMES if moment.get(name)}
 
 

@@ -9,6 +9,7 @@ from gkd.config import Config
 from gkd.config.actor import MICRO_BATCH_TOKENS
 from gkd.planning.layout import Layout
 from gkd.planning.memory.pools import GroupMemory, pool_memory
+from gkd.planning.memory.push import count_sent_bytes
 
 Shared: TypeAlias = set[frozenset[str]]
 """Pairs of groups that may be on the same GPU."""
@@ -31,7 +32,7 @@ def all_memory(layout: Layout, only: str | None = None) -> list[GroupMemory]:
         groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
         offload = _needs_offload(layout, groups, shared)
         if offload and {"actor", "rollout"} in shared:
-            groups = [_with_weight_sync(group, groups) if group.group == "actor" else group for group in groups]
+            groups = [_with_weight_sync(layout, group, groups) if group.group == "actor" else group for group in groups]
         return [replace(group, available=_available_bytes(layout, group, groups, shared, offload)) for group in groups]
     groups = [pool_memory(layout, group, pool) for group, pool in pools.items()]
     totals = [group.total * group.n_gpus / pool.width for group, pool in zip(groups, pools.values(), strict=True)]
@@ -95,11 +96,12 @@ def _available_bytes(
     )
 
 
-def _with_weight_sync(actor: GroupMemory, groups: list[GroupMemory]) -> GroupMemory:
+def _with_weight_sync(layout: Layout, actor: GroupMemory, groups: list[GroupMemory]) -> GroupMemory:
     """Return the memory of an offloaded actor, whose worst moment may be when the engines' weights are there too."""
     rollout = next(group for group in groups if group.group == "rollout")
     kept = ("weights", "optimizer state", "context, collectives")
     moment = {name: actor.items[name] for name in kept if name in actor.items}
+    moment["weights being sent"] = count_sent_bytes(layout)
     moment["engine's weights"] = sum(rollout.items.get(name, 0.0) for name in ("weights", "weights being received"))
     if sum(moment.values()) <= actor.total:
         return actor

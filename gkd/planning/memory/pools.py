@@ -27,7 +27,8 @@ from gkd.planning.memory.actor import (
     peak_items,
 )
 from gkd.planning.memory.cache import BLOCK, CacheUse, block_bytes, cache_use, find_width_obstacle, sequence_bytes
-from gkd.planning.shapes import Layers, ModelShape
+from gkd.planning.memory.push import count_received_bytes, count_sent_bytes
+from gkd.planning.shapes import ModelShape
 from gkd.planning.transfer import transfer_of
 
 CONTEXT = 0.6 * GIB  # CUDA's context with kernels, as seen with such models
@@ -131,7 +132,8 @@ def _actor_memory(layout: Layout, pool: Pool) -> GroupMemory:
     if size > 1 or actor.offload_weights or count_copied_numbers(shape, training) > actor.most_copied(is_cpu):
         training = replace(training, sharded=True)
     micro = largest_micro_batch(layout, world)
-    items, host = peak_items(shape, training, micro), offloaded_bytes(shape, training)
+    sent = 0.0 if is_cpu else count_sent_bytes(layout)
+    items, host = peak_items(shape, training, micro, sent), offloaded_bytes(shape, training)
     if is_cpu:
         overhead = {"process": ACTOR_PROCESS}
     else:
@@ -177,33 +179,15 @@ def _engine_memory(layout: Layout, group: str, engine: Engine) -> GroupMemory:
         tokens = managed.by_size(managed.step_tokens, gpu.memory) if limited is None else limited
         items["top K of prompt rows"] = float(kind.top_k_bytes(tokens, k))
     else:
-        items["weights being received"] = _received_bytes(layout, shape, tp)
+        items["weights being received"] = count_received_bytes(layout, tp) + (
+            COLLECTIVES if _joins_engines(layout) else 0
+        )
     use = _use_of(layout, group, engine, longest)
     n_held = use.count_in(cache)
     shortage = find_width_obstacle(shape, tp)
     if not shortage and n_held < 1:
         shortage = f"{(use.first - cache) / GB:.1f} GB short of one sequence's cache"
     return GroupMemory(group, engine.n_workers, items, gpu.memory, shortage, _cache_notes(n_held, longest, slots))
-
-
-def _received_bytes(layout: Layout, shape: ModelShape, tp: int) -> float:
-    """Return the bytes of new weights on their way, and of what an engine in a group with the actor has for that.
-
-    vLLM loads a module once all of its tensors are there, into memory of its own: the packed buckets that these lie in,
-    which are whole and two at least, are held until then. A bucket holds a larger tensor alone.
-    """
-    c, bucket = layout.compute_bytes, float(layout.config.weights.bucket_mb << 20)
-    module = c * max(_largest_module(shape.hidden, kind) for kind in shape.layers)
-    in_layers = max(2 * bucket, module + bucket) + module / tp
-    in_root = max(bucket, c * shape.head) + c * shape.head / tp
-    return max(in_layers, in_root) + (COLLECTIVES if _joins_engines(layout) else 0)
-
-
-def _largest_module(hidden: int, kind: Layers) -> int:
-    """Count the numbers of a layer's largest module in vLLM: all its experts, or gate and up projection."""
-    if kind.experts is not None:
-        return sum(w.size for w in kind.weights if w.share < 1)
-    return 2 * hidden * kind.width
 
 
 def _joins_engines(layout: Layout) -> bool:

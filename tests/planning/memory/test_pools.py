@@ -23,8 +23,8 @@ from gkd.planning.memory.pools import (
     pool_memory,
     slots_of,
 )
+from gkd.planning.memory.push import count_received_bytes
 from gkd.planning.shapes import shape_of
-from gkd.planning.sizes import shape_of_size
 from tests.error_text import contains_in_order
 from tests.own.random_tokens import RandomTokens
 from tests.planning.layouts import QWEN3_30B, layout_of, layout_with
@@ -228,38 +228,19 @@ def test_of_four_bit_weights_a_matrix_of_a_layer_is_expanded_at_a_time() -> None
     assert items["gathered weights"] == 2 * (2 * 152_064 * 3584 + 3584 + 18_944 * 3584)
 
 
-def test_what_an_engine_holds_of_new_weights() -> None:
-    """By hand, in bfloat16: of a small model two buckets of 512 MiB and gate and up projection, of a large vocabulary
-    the head alone, of Qwen3-30B-A3B a layer's experts in their buckets; what they are loaded into is the engine's part.
-    """
-    mib, through_host = 1 << 20, "weights.transfer=object_store"
-    s = layout_of("+recipe=grpo", "model.size=0.5b", "plan.gpu_type=h100-80gb", through_host)
-    experts = 2 * 128 * 3 * 768 * 2048
-    for size, tp, bucket_mb, expected in (
-        ("0.5b", 1, 512, 2 * 512 * mib + 2 * 2 * 896 * 4864),
-        ("7b", 1, 512, 2 * 2 * 152_064 * 3584),
-        ("7b", 4, 128, 2 * 152_064 * 3584 * (1 + 1 / 4)),
-        ("30b-a3b", 4, 512, experts + 512 * mib + experts / 4),
-    ):
-        student = shape_of(QWEN3_30B) if size == "30b-a3b" else shape_of_size(size)
-        update = {"tensor_parallel_size": tp, "n_gpus_per_node": tp}
-        config = s.config.with_settings({"weights.bucket_mb": bucket_mb})
-        layout = replace(s, config=config, models=replace(s.models, student=student))
-        memory = pool_memory(layout, "rollout", config.rollout.model_copy(update=update))
-        assert memory.items["weights being received"] == pytest.approx(expected)
-
-
 def test_ranks_of_a_group_over_nccl_have_its_buffers() -> None:
     """Of the actor and its engines where weights go from GPU to GPU of their own, and of an engine of two GPUs."""
     apart, shared, by_host = (
         layout_of("+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h100-80gb", "rollout.engine=vllm", *more)
         for more in ((), ("placement=single_gpu",), ("weights.transfer=object_store",))
     )
-    for group, name in (("actor", "context, collectives"), ("rollout", "weights being received")):
-        with_buffers, *without = (
-            pool_memory(s, group, s.config.groups()[group]).items[name] for s in (apart, shared, by_host)
-        )
-        assert [with_buffers - one for one in without] == pytest.approx([COLLECTIVES, COLLECTIVES])
+    with_buffers, *without = (
+        pool_memory(s, "actor", s.config.trainer).items["context, collectives"] for s in (apart, shared, by_host)
+    )
+    assert [with_buffers - one for one in without] == pytest.approx([COLLECTIVES, COLLECTIVES])
+    for s, more in ((apart, COLLECTIVES), (shared, 0), (by_host, 0)):
+        memory = pool_memory(s, "rollout", s.config.rollout)
+        assert memory.items["weights being received"] == count_received_bytes(s, 1) + more
     over_two = apart.config.rollout.model_copy(update={"tensor_parallel_size": 2, "n_gpus_per_node": 2})
     assert pool_memory(apart, "rollout", over_two).items["collectives"] == COLLECTIVES
     assert "collectives" not in pool_memory(apart, "rollout", apart.config.rollout).items
