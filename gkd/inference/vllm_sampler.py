@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from gkd.inference.engine import EngineSpec
 from gkd.inference.vllm_environment import share_gpu_of_worker
 from gkd.inference.vllm_lifecycle import Follower, VLLMEngine, engine_arguments, start_llm
 from gkd.inference.vllm_logits import Shape
-from gkd.types import Sample, SampleRequest, VersionSpan
+from gkd.types import Sample, SampleRequest, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,27 +73,10 @@ class VLLMSampler(VLLMEngine[SampleRequest, Sample]):
 
     def _submit(self, name: str, request: SampleRequest, version: int) -> None:
         """Queue a request that begins under the weights of ``version``."""
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.inputs import TokensPrompt  # of the package itself every import looks the name up anew
 
-        sampling = request.sampling
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or 0,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            stop=list(sampling.stop),
-            seed=request.seed,
-            stop_token_ids=self._eos_ids,
-            logprobs=0,  # the sampled token's alone
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,  # they end responses as other texts do
-            skip_clone=True,  # they are this request's alone
-            output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
-        )
+        params = _make_params(request.sampling, tuple(self._eos_ids)).clone()  # what they check is checked once
+        params.seed = request.seed
         prompt = TokensPrompt(prompt_token_ids=request.prompt.token_ids.tolist())
         if self._salted:  # what weights of another version have cached is not this one's prefix
             prompt["cache_salt"] = str(version)
@@ -180,6 +164,30 @@ class VLLMSampler(VLLMEngine[SampleRequest, Sample]):
 
         assert self.weights is not None, "an engine whose weights change has their settings"
         vllm_backend.join(self.llm, self.weights, address, offset, world)
+
+
+@lru_cache(maxsize=8)
+def _make_params(sampling: Sampling, eos_ids: tuple[int, ...]) -> Any:
+    """Return vLLM's parameters of requests, without the seed that each has for itself."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        stop=list(sampling.stop),
+        seed=0,
+        stop_token_ids=list(eos_ids),
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # they end responses as other texts do
+        skip_clone=True,  # a request has a copy of its own
+        output_kind=RequestOutputKind.FINAL_ONLY,  # one of every request at every step is twice the host's work
+    )
 
 
 def _spans(versions: Sequence[Any] | None, n_prompt: int) -> tuple[VersionSpan, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gkd.cluster.workers.activity import HERE
 from gkd.errors import RunFailed
 from gkd.inference.engine import NO_PROBABILITY, EngineSpec, InferenceEngine
 from gkd.inference.requests import RequestRejected
@@ -53,6 +54,7 @@ class Sampler:
         needed, version = max((request.version for request in requests), default=0), self.engine.version
         if needed > version:
             raise RunFailed(f"rollout rank {self._rank} was to sample from weights {needed}, and has {version}")
+        HERE.switch("sample", version)  # vLLM takes milliseconds for the requests of a batch
         self._output_queue.accept(requests)
         for request in requests:
             if request.from_dataset and request.prompt.answer_ids is not None:

@@ -120,9 +120,13 @@ def every_output() -> Iterator[None]:
     """Have vLLM hand on what each request has after each step, as by default."""
     from vllm import sampling_params
 
+    from gkd.inference.vllm_sampler import _make_params
+
     kinds = SimpleNamespace(FINAL_ONLY=sampling_params.RequestOutputKind.CUMULATIVE)
+    _make_params.cache_clear()
     with patch.object(sampling_params, "RequestOutputKind", kinds):
         yield
+    _make_params.cache_clear()
 
 
 @contextlib.contextmanager
