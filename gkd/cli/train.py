@@ -178,7 +178,7 @@ def _find_inputs(config: Config, saved: SavedCheckpoint | None, report: Callable
     So does the lack of a tracker's login for one that begins; one that goes on, or begins again, does so without the
     tracker.
     """
-    from gkd.cluster.workers.worker import pause_garbage_collection
+    from gkd.cluster.workers.heap import pause_garbage_collection
     from gkd.data.layouts import state_day
     from gkd.driver.checkpoints.attempts import restarts
     from gkd.driver.checkpoints.resume import day_of, differences, require_same_data

@@ -14,6 +14,7 @@ from rich.console import Console
 from gkd.cluster.health.queues import QueueFile
 from gkd.cluster.layout.assignment import placement_table
 from gkd.cluster.session.connect import Session
+from gkd.cluster.workers.heap import freeze_heap_meanwhile
 from gkd.cluster.workers.placement import Placement, lay_out, place
 from gkd.config import Config
 from gkd.config.checks import require_schedule
@@ -202,7 +203,8 @@ def _train_and_save(
     """
     state = _validate_before(config, parts, log) if saved is None else _restore(config, parts, log, saved)
     try:
-        end = train(config, parts, log, state)
+        with freeze_heap_meanwhile():
+            end = train(config, parts, log, state)
         place = log.checkpoints.settle()
         parts.actor.save(str(place / "model"))
         log.checkpoints.wait()

@@ -10,6 +10,7 @@ from typing import Any
 from gkd.cluster.session.port import find_bind_error
 from gkd.cluster.session.shutdown import ServerStop
 from gkd.cluster.workers.environment import allocate_by, environment
+from gkd.cluster.workers.heap import freeze_heap
 from gkd.config import Config, Teacher
 from gkd.config.device import installed_device
 from gkd.data.answers import template_end, with_turn_end
@@ -47,6 +48,7 @@ def serve(config: Config, stop: ServerStop) -> int:
         rendering, weights = Rendering.from_tokenizer(tokenizer), fingerprint_weights(directory)
         server = ScoringServer(engine, digest, host, port, key, rendering=rendering, weights=weights)
         _announce(server, engine, path, path_of_key)
+        freeze_heap()
         stop.serving = True
         server.serve(stop.event)
     finally:

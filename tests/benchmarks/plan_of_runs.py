@@ -93,14 +93,14 @@ def planned_step(overrides: Sequence[str], run: Path) -> float:
     """Return the seconds of a step with these settings, planned with the times of ``run``."""
     planned = make([*overrides, *ALL], str(run))
     staleness = next((int(o.partition("=")[2]) for o in overrides if o.startswith("schedule.max_staleness=")), 0)
-    return next(step.seconds for step in planned.pipeline if step.staleness == staleness)
+    return next(step.seconds for step in planned.steps if step.staleness == staleness)
 
 
 def first_of(name: str, directory: Path) -> Path | None:
     """Return the run without staleness of the same engine and chunks, where it is there."""
-    engine, *_, last = name.split(", ")
-    first = directory / "-".join([engine, "0", *(["chunks"] if last == "chunks" else [])])
-    return first if engine in ("hf", "vllm") and (first / "summary.json").exists() else None
+    engine, *rest = name.split(", ")
+    first = directory / "-".join([engine, "0", *(["chunks"] if "chunks" in rest else [])])
+    return first if (first / "summary.json").exists() else None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ torch or vLLM.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -26,24 +25,13 @@ from gkd.cluster.layout.assignment import DeviceReport
 from gkd.cluster.session import reaper
 from gkd.cluster.session.port import free_port
 from gkd.cluster.workers.environment import allocate_by
+from gkd.cluster.workers.heap import freeze_heap, pause_garbage_collection
 from gkd.errors import ConfigError, RunFailed
 
 # "main" has one thread, always the same: torch's thread pools, CUDA contexts and vLLM belong to the thread that made
 # them. "control" stays free for pings, aborts and queue submissions while "main" is busy.
 # Senders wait for buckets of weights to be loaded: two of every rank that shares GPUs with an engine.
 CONCURRENCY_GROUPS = {"main": 1, "control": 8, "stream": 4, "weights": 32}
-
-
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: what imports make stays, and searching it is a fifth of their time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
@@ -127,6 +115,7 @@ class Worker:
         module, _, name = target.partition(":")
         with keep_trace(), pause_garbage_collection():
             self._object = getattr(importlib.import_module(module), name)(*args)
+        freeze_heap()
         self._require_own_gpu()
 
     def _require_own_gpu(self) -> None:

@@ -1,9 +1,13 @@
-"""A method of a part that a worker does not have yet."""
+"""A method of a part that a worker does not have yet; what garbage collections of a run search."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
+from gkd.cluster.workers.heap import freeze_heap_meanwhile
 from gkd.cluster.workers.worker import Worker
 from gkd.errors import RunFailed
 
@@ -23,3 +27,28 @@ def test_a_part_that_is_not_loaded_yet_is_named() -> None:
         worker.control("state.copy")
     worker._object.state = [1, 2]
     assert worker.control("state.copy") == [1, 2]
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()  # what tests/conftest.py has frozen
+    yield
+    gc.freeze()
+
+
+def test_what_was_there_before_a_run_is_searched_again_after_it(nothing_frozen: None) -> None:
+    before = [[]]  # type: ignore[var-annotated]
+    with freeze_heap_meanwhile():
+        made = [[]]  # type: ignore[var-annotated]
+        searched = {id(x) for x in gc.get_objects()}
+        assert id(made) in searched
+        assert id(before) not in searched
+    assert gc.get_freeze_count() == 0
+    assert any(x is before for x in gc.get_objects())
+
+
+def test_what_a_program_has_frozen_itself_stays_so(nothing_frozen: None) -> None:
+    gc.freeze()
+    with freeze_heap_meanwhile():
+        pass
+    assert gc.get_freeze_count() > 0

@@ -1,5 +1,6 @@
 """What tests build inside workers; imported there by name."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -47,6 +48,9 @@ class Echo:
 
     def torch_loaded(self):
         return "torch" in sys.modules
+
+    def heap(self):
+        return gc.get_freeze_count(), len(gc.get_objects())
 
     def fail(self, rank, kind):
         if self.rank != rank:

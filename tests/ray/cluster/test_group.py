@@ -56,6 +56,11 @@ def test_results_come_in_rank_order_from_the_thread_that_built(groups):
         gather([rollout.submit_build(ECHO, [(0,), (1,)])], 20)
 
 
+def test_what_was_there_when_a_worker_was_built_is_in_no_later_collection(groups):
+    for frozen, searched in groups["rollout"].call("heap", timeout_s=20):
+        assert frozen > 10_000 > searched
+
+
 def test_control_gets_through_while_call_is_busy(groups):
     rollout = groups["rollout"]
     busy = rollout.submit("wait_for_flag")
