@@ -17,6 +17,8 @@ from gkd.planning.measured.busy import WORK
 from gkd.planning.measured.timeline import STAGES, RunTimeline, TimelineSpan
 from gkd.planning.simulation.run import DriverTimes
 
+LOADING = "load weights"
+"""What an engine does with a bucket, see :mod:`gkd.rollout.receiving`."""
 RECORDING, PREPARING = ("request", "log"), ("prepare",)
 """Activities of the driver between new weights and the next batch, and between that and the actor's update."""
 
@@ -27,6 +29,8 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
     updates = [span for span in timeline.spans if (span.lane, span.name) == (STAGES, "update")]
     scoring = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "score")]
     working, sampling = timeline.find_spans("actor", WORK["actor"]), timeline.find_spans("rollout", WORK["rollout"])
+    loading = timeline.find_spans("rollout", [LOADING])
+    pushes = [(span.start, span.end) for span in timeline.spans if (span.lane, span.name) == (STAGES, "sync")]
     scorers = sorted(
         (s for name in SCORERS for s in timeline.find_spans(name, WORK[name])), key=lambda span: span.start
     )
@@ -49,6 +53,7 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
             deliver_s=max(0.0, prepared[-1].start - (max(recorded, update.start) if sampled else recorded)),
             prepare_s=handed_over - prepared[-1].start,
             call_s=_sum_idle_seconds(working, handed_over, update.end),
+            spared_s=sum(_sum_spared_seconds(loading, a, b) for a, b in pushes if start <= (a + b) / 2 < end),
         )
         times.append(astuple(own))
     return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
@@ -68,3 +73,11 @@ def _seconds_to_begin(sampling: Sequence[TimelineSpan], start: float, end: float
 def _sum_idle_seconds(working: Sequence[TimelineSpan], start: float, end: float) -> float:
     """Return the seconds between ``start`` and ``end`` in which none of these workers works."""
     return sum(b - a for a, b in find_gaps(((span.start, span.end) for span in working), start, end))
+
+
+def _sum_spared_seconds(loading: Sequence[TimelineSpan], start: float, end: float) -> float:
+    """Return how long a push takes beside what is between an engine's first bucket and its last, on average."""
+    held: dict[str, list[float]] = {}
+    for span in _select_within(loading, start, end):
+        held.setdefault(span.lane, []).extend((span.start, span.end))
+    return end - start - fmean(max(times) - min(times) for times in held.values()) if held else 0.0

@@ -22,10 +22,10 @@ from gkd.planning.measured.driver import driver_times
 from gkd.planning.measured.timeline import RunTimeline, find_disturbed_steps
 from gkd.planning.simulation.run import Step
 from gkd.planning.simulation.stages import Factors, device_shares, stages_of
-from gkd.planning.simulation.steps import simulate_layout
+from gkd.planning.simulation.steps import run_of, simulate_layout
 
 MOST_SPREAD = 3.0
-CALIBRATIONS = 2
+CALIBRATIONS = 6
 SAMPLES_READ, FEWEST_SAMPLES = 2 << 20, 64  # bytes of samples.jsonl, and samples that state how lengths are distributed
 SCORING_LED = 0.2  # beyond this share of sampling, what scoring took after it states how long scoring takes in all
 
@@ -66,12 +66,13 @@ def factors_of(directory: str, layout: Layout) -> Factors:
 
 def _fit_busy(busy: Mapping[str, float], ran: Layout, factors: Factors) -> Factors:
     """Return the factors with which the simulation has each group as busy in a step as it was."""
-    planned = stages_of(ran)
+    planned, staleness = stages_of(ran), ran.config.schedule.max_staleness
+    spared_s = run_of(ran, staleness, factors).spared_s
     factors = replace(factors, update=_ratio(busy["actor"], planned.update))
     for _ in range(CALIBRATIONS):  # how many samples are computed together depends on how long they take
-        simulated = simulate_layout(ran, ran.config.schedule.max_staleness, factors)
+        simulated = simulate_layout(ran, staleness, factors)
         scorers = [group for group in SCORERS if group in simulated.busy]
-        sampling = simulated.busy["rollout"] - factors.apply(planned).sync
+        sampling = simulated.busy["rollout"] - (factors.apply(planned).sync - spared_s)
         scoring = sum(simulated.busy[group] for group in scorers)
         factors = replace(
             factors,

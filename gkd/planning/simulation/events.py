@@ -355,18 +355,21 @@ class _Simulation:
         self._drain()
 
     def _load(self, engines: Sequence[EngineClock], then: Callable[[], None]) -> None:
-        """Load new weights into engines, for which they stop where they are."""
-        rollout, seconds = self.groups["rollout"], self.run.updating.sync_s
-        rollout.paused = not self.draining
+        """Load new weights into engines, for which they stop where they are; in flight once these begin to come."""
+        rollout, halt_s = self.groups["rollout"], self.run.updating.sync_s - self.run.spared_s
+
+        def begin_load() -> None:
+            rollout.paused = not self.draining
+            self._occupy(halt_s, end_load)
 
         def end_load() -> None:
             rollout.paused = False
-            rollout.worked += seconds * len(engines) / len(self.engines)
+            rollout.worked += halt_s * len(engines) / len(self.engines)
             for engine in engines:
                 engine.version = self.step
             then()
 
-        self._occupy(seconds, end_load)
+        self._occupy(self.run.spared_s, begin_load) if self.run.spared_s else begin_load()
 
     def _end_push(self) -> None:
         if self.run.in_flight:

@@ -65,7 +65,7 @@ class DriverTimes:
     sample and its scores besides scorers' work, messages and rewards; ``record_s``: from new weights until the driver
     has requested, measured and logged all, before which it takes no sample in; ``deliver_s``: from a scored batch until
     it takes it in; ``prepare_s``: until it has handed the batch to the actor; ``call_s``: of the actor's calls, until
-    the driver is notified that the update is done.
+    the driver is notified that the update is done. ``spared_s``: of a push, in which an engine loads nothing.
     """
 
     start_s: float = 0.0
@@ -74,6 +74,7 @@ class DriverTimes:
     deliver_s: float = 0.0
     prepare_s: float = 0.0
     call_s: float = 0.0
+    spared_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -118,6 +119,11 @@ class SimulatedRun:
     shares: Mapping[str, float] = field(default_factory=dict)
     driver: DriverTimes = field(default_factory=DriverTimes)
     paces: Sequence[Pace] = ()
+
+    @property
+    def spared_s(self) -> float:
+        """Return the seconds of a push in which engines go on sampling: in flight, until they get the weights."""
+        return min(self.driver.spared_s, self.updating.sync_s) if self.in_flight else 0.0
 
     @property
     def trained_prompt(self) -> float:

@@ -64,6 +64,14 @@ def test_each_is_what_passes_while_nobody_the_driver_waits_for_works(tmp_path: P
     assert driver_times(RunTimeline.read(tmp_path)) == AT_0
 
 
+def test_an_engine_is_held_from_its_first_bucket_to_its_last(tmp_path: Path) -> None:
+    """By hand: of a push of a second."""
+    buckets = [("load weights", 16.25, 16.375), ("load weights", 16.5, 16.625)]
+    workers = {**WORKERS, "rollout": [*WORKERS["rollout"][:1], *buckets]}
+    write_timeline(tmp_path, DRIVER, workers, scored=7.0)
+    assert driver_times(RunTimeline.read(tmp_path)) == replace(AT_0, spared_s=1.0 - 0.375)
+
+
 def test_with_offload_a_step_is_logged_before_the_next_one_begins(tmp_path: Path) -> None:
     """Engines are woken after the log, so that all of it passes before they begin."""
     driver: list[Done] = [("prepare", 6.5, 8.0), ("request", 15.0, 15.5), ("log", 15.5, LENGTH)]

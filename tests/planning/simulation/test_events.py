@@ -14,7 +14,7 @@ from gkd.planning.measured.factors import factors_of
 from gkd.planning.memory.colocation import all_memory
 from gkd.planning.simulation import steps
 from gkd.planning.simulation.events import simulate
-from gkd.planning.simulation.run import Pace, SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
+from gkd.planning.simulation.run import DriverTimes, Pace, SamplingGroup, ScoringGroup, SimulatedRun, TrainingGroup
 from gkd.planning.simulation.stages import Factors
 from gkd.planning.simulation.steps import response_lengths, run_of, simulate_layout, streams
 from tests.planning.layouts import layout_of
@@ -152,6 +152,9 @@ def test_what_is_under_way_is_computed_again_after_weights_are_loaded_in_flight(
                        TrainingGroup(0.0, 0.5, 0.25), max_staleness=1, in_flight=True)  # fmt: skip
     assert simulate(run).seconds == pytest.approx(10 + 0.25 + 0.1 * 4.5)
     assert simulate(replace(run, in_flight=False)).seconds == pytest.approx(10 + 0.25)
+    spared = DriverTimes(spared_s=0.15)  # of a push, in which it goes on, and has more to compute again
+    assert simulate(replace(run, driver=spared)).seconds == pytest.approx(10 + 0.1 + 0.1 * 4.65)
+    assert simulate(replace(run, driver=spared, in_flight=False)).seconds == pytest.approx(10 + 0.25)
 
 
 def test_a_place_is_free_as_soon_as_its_sample_is_generated() -> None:
