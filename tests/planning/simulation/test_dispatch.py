@@ -11,8 +11,10 @@ import pytest
 from gkd.actor.batches import count_tokens, measure_lengths
 from gkd.config import load
 from gkd.driver.loop.streaming import BatchStream
-from gkd.planning.simulation.events import _Simulation
+from gkd.planning.simulation import events
 from gkd.planning.simulation.run import SamplingGroup, SimulatedRun, TrainingGroup
+from gkd.planning.simulation.sampling import SimulatedEngines
+from gkd.planning.simulation.updating import SimulatedActor
 from gkd.rollout.dispatch import RequestDispatcher
 from gkd.types import Prompt, SampleRequest
 from gkd.types import Sampling as HowSampled
@@ -29,12 +31,14 @@ def run_of(**settings: Any) -> SimulatedRun:
     return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, SamplingGroup(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
 
 
-class Watched(_Simulation):
+class Watched(SimulatedEngines):
     """Beside every handing out, the real dispatcher's for the same requests."""
 
-    def __init__(self, run: SimulatedRun, total: int) -> None:
-        self.dispatcher, self.queued, self.n_given = RequestDispatcher(range(3), 6, spill=N), set[int](), 0
-        super().__init__(run, total)
+    n_given = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        self.dispatcher, self.queued = RequestDispatcher(range(3), 6, spill=N), set[int]()
+        super().__init__(*arguments)
 
     def _hand_out(self, *changed_engines: int) -> None:
         def key(sample: Any) -> int:
@@ -60,23 +64,26 @@ class Watched(_Simulation):
         assigned = {key(sample): sample.engine for sample in before[: len(before) - len(self.waiting)]}
         placed = {request.key: engine for engine, its in self.dispatcher.hand_out().items() for request in its}
         assert assigned == placed
-        self.n_given += len(assigned)
+        Watched.n_given += len(assigned)
 
 
 @pytest.mark.parametrize(
     ("staleness", "in_flight", "together"),
     [(0, False, False), (1, False, False), (1, False, True), (2, False, False), (4, True, False)],
 )
-def test_requests_go_where_the_dispatcher_sends_them(staleness: int, in_flight: bool, together: bool) -> None:
+def test_requests_go_where_the_dispatcher_sends_them(
+    staleness: int, in_flight: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1)
     run = run_of(updating=updating, max_staleness=staleness, in_flight=in_flight, together=together)
-    watched = Watched(run, 6)
-    watched.run_all()
-    assert watched.n_given >= 6 * N_PROMPTS * N
+    monkeypatch.setattr(events, "SimulatedEngines", Watched)
+    monkeypatch.setattr(Watched, "n_given", 0)
+    events.simulate(run, steps=6, first=0)
+    assert Watched.n_given >= 6 * N_PROMPTS * N
 
 
 @pytest.mark.parametrize(("unit", "shared"), [(1, False), (N, False), (N, True)])
-def test_chunks_are_those_that_the_stream_cuts(unit: int, shared: bool) -> None:
+def test_chunks_are_those_that_the_stream_cuts(unit: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens in their order; where rewards are learned from, of whole groups; prompts each time or once."""
     budget = 120
     updating = TrainingGroup(
@@ -85,13 +92,14 @@ def test_chunks_are_those_that_the_stream_cuts(unit: int, shared: bool) -> None:
     run = run_of(updating=updating)
     computed: list[float] = []
 
-    class Noting(_Simulation):
+    class Noting(SimulatedActor):
         def _compute(self) -> None:
-            if not self.computing and self.chunks and not self.ends:
-                computed.append(self.chunks[0])
+            if not self.computing and self._chunks and self._state.step == 1:
+                computed.append(self._chunks[0])
             super()._compute()
 
-    Noting(run, 1).run_all()
+    monkeypatch.setattr(events, "SimulatedActor", Noting)
+    events.simulate(run, steps=1, first=0)
     handed: list[int] = []
 
     def count(samples: Any) -> int:
