@@ -56,10 +56,10 @@ class AdvantageEstimator(ABC):
         for label in np.unique(labels):
             rewarded = (labels == label) & ~np.isnan(values)
             if rewarded.any():
-                own = np.asarray(self.compute_advantages(values[rewarded]), np.float64)
-                if own.shape != (rewarded.sum(),):  # a single number would be given to all
-                    raise ValueError(f"compute_advantages gives {own.shape}: expected [{rewarded.sum()}]")
-                advantages[rewarded] = own
+                group_advantages = np.asarray(self.compute_advantages(values[rewarded]), np.float64)
+                if group_advantages.shape != (rewarded.sum(),):  # a single number would be given to all
+                    raise ValueError(f"compute_advantages gives {group_advantages.shape}: expected [{rewarded.sum()}]")
+                advantages[rewarded] = group_advantages
         return advantages
 
 

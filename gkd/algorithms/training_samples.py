@@ -186,11 +186,11 @@ def _kl_of_preferred(config: Config, name: str, samples: Sequence[TrainingSample
         if sample.kl_reference is not None and math.isfinite(sample.kl_reference) and not math.isnan(reward):
             by_group.setdefault(group, []).append((reward, sample))
     preferred = []
-    for its in by_group.values():
-        rewards = [reward for reward, _ in its]
+    for pairs in by_group.values():
+        rewards = [reward for reward, _ in pairs]
         if min(rewards) < max(rewards):  # a mean of equal numbers may be another one, by rounding
             mean = sum(rewards) / len(rewards)
-            preferred += [sample for reward, sample in its if reward > mean]
+            preferred += [sample for reward, sample in pairs if reward > mean]
     n_tokens = sum(sample.n_sampled for sample in preferred)
     return sum(sample.kl_reference or 0.0 for sample in preferred) / n_tokens if n_tokens else None
 

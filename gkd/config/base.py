@@ -150,7 +150,7 @@ def _convert_parts(value: list[Any] | dict[str, Any], kinds: Collection[Any]) ->
     for made in (dict,) if isinstance(value, dict) else (list, tuple, set, frozenset):
         arguments = [get_args(kind) for kind in kinds if (get_origin(kind) or kind) is made]
         parts = [
-            kind for own in arguments for part in own[made is dict :] if part is not Ellipsis for kind in _kinds(part)
+            kind for args in arguments for part in args[made is dict :] if part is not Ellipsis for kind in _kinds(part)
         ]
         if isinstance(value, dict) and arguments:
             return {name: _convert(part, parts) for name, part in value.items()}

@@ -83,17 +83,17 @@ def _ranges_are_disjoint(config: Config) -> None:
 def _colocated_groups_fit_on_their_hosts(config: Config) -> None:
     pools = {GROUP_OF[section]: (section, pool) for section, pool in config.pools()}
     for group, host in config.hosts().items():
-        (section, own), (other, its) = pools[group], pools[host]
-        key = f"{section}.colocate_with={own.colocate_with}"
-        if own.n_gpus_per_node > its.n_gpus_per_node or own.nnodes > its.nnodes:
+        (section, pool), (other, host_pool) = pools[group], pools[host]
+        key = f"{section}.colocate_with={pool.colocate_with}"
+        if pool.n_gpus_per_node > host_pool.n_gpus_per_node or pool.nnodes > host_pool.nnodes:
             raise ValueError(
-                f"{key}: {section} is to have {own.n_gpus_per_node} GPUs on {own.nnodes} nodes, and {other} has "
-                f"{its.n_gpus_per_node} on {its.nnodes}"
+                f"{key}: {section} is to have {pool.n_gpus_per_node} GPUs on {pool.nnodes} nodes, and {other} has "
+                f"{host_pool.n_gpus_per_node} on {host_pool.nnodes}"
             )
-        if own.gpus_by_node is not None:
+        if pool.gpus_by_node is not None:
             raise ValueError(f"{key}: {section} is on the first GPUs of {other}, so leave {section}.gpus_by_node out")
-        if own.gpus is not None and not set(own.gpus) <= set(its.gpus or ()):
-            raise ValueError(f"{key}: {section}.gpus={own.gpus} is not within {other}.gpus={its.gpus}")
+        if pool.gpus is not None and not set(pool.gpus) <= set(host_pool.gpus or ()):
+            raise ValueError(f"{key}: {section}.gpus={pool.gpus} is not within {other}.gpus={host_pool.gpus}")
 
 
 def _offload_is_possible(config: Config) -> None:
@@ -260,7 +260,7 @@ def _supervised_training_samples_nothing(config: Config) -> None:
     if not config.algorithm.is_supervised:
         return
     names = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "horizon.start")
-    for name in (*(f"rollout.{own}" for own in names), "schedule.max_staleness"):
+    for name in (*(f"rollout.{setting}" for setting in names), "schedule.max_staleness"):
         value, only = config.read_setting(name)
         if value != only:
             only_value = "null" if only is None else f"{only:g}"

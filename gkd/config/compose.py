@@ -98,7 +98,7 @@ def compose_run(overrides: Sequence[str]) -> Config:
     """Compose the configuration of a run. Raises ConfigError, also for settings that are of evaluations alone."""
     forget_edited()
     config = compose(overrides)
-    named = named_settings([own for own in overrides if not names_file(own)])  # a run's own file has every setting
+    named = named_settings([arg for arg in overrides if not names_file(arg)])  # a run's own file has every setting
     if config.evaluates or config.evaluate.sets or any(name.startswith("evaluate.") for name in named):
         raise ConfigError("models.* and evaluate.* are for gkd evaluate; a run trains model.path")
     return config
@@ -138,23 +138,23 @@ def _compose_group(group: str, choice: str) -> DictConfig:
 def _read(file: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a configuration file; returns the choices of groups that it names, and its values."""
     values, choices = _nest(file, with_text_names(read_layer(file))), groups()
-    chosen = {group: values.pop(group, None) for group in ("recipe", "placement")}
+    selection = {group: values.pop(group, None) for group in ("recipe", "placement")}
     for key in values:
         if key not in Config.model_fields:
             raise make_unknown_error(key, values[key])
         if _is_section(key):
             _require_section(file, key, values[key])
-    for group, choice in chosen.items():
+    for group, choice in selection.items():
         if choice not in (None, "none", *choices[group]):
             raise ConfigError(f"{file}: {_explain_no_choice(group, choice, choices[group])}")
-    named = {group: str(choice) for group, choice in chosen.items() if choice not in (None, "none")}
+    named = {group: str(choice) for group, choice in selection.items() if choice not in (None, "none")}
     return named, values
 
 
 def _nest(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in which what has dots in its name stands in its section, and empty sections do not."""
-    own = [name for name in values if plain_name(name) != name]  # of what a user has chosen to name
-    tree = {name: value for name, value in values.items() if value is not None or name in own or not _is_section(name)}
+    keys = [name for name in values if plain_name(name) != name]  # of what a user has chosen to name
+    tree = {name: value for name, value in values.items() if value is not None or name in keys or not _is_section(name)}
     dotted = [name for name in tree if "." in name and (_is_section(name) or _may_be_own(name))]
     for name in sorted(dotted, key=len):  # sections before what is in them
         section, value = tree, tree.pop(name)

@@ -124,8 +124,8 @@ class Data(OpenSections):
             raise ValueError(f"train_weights={self.train_weights}: there are {len(self.train_files)} train_files")
         places = [place["name"] or place["text"] for place in PLACE.finditer(self.prompt_template or "")]
         if self.answer_key is not None and self.answer_key in places:
-            own = "{" + self.answer_key + "}"
-            raise ValueError(f"prompt_template has {own}, the reference answer; as text it is written {{{own}}}")
+            slot = "{" + self.answer_key + "}"
+            raise ValueError(f"prompt_template has {slot}, the reference answer; as text it is written {{{slot}}}")
         return self
 
     @model_validator(mode="after")

@@ -64,8 +64,8 @@ def _matches(setting: Setting, word: str) -> bool:
         or re.search(rf"\b{re.escape(word)}", setting.meaning.lower())
     ):
         return True
-    meant = " ".join(ours for theirs, ours in ELSEWHERE.items() if word == theirs.lower())
-    return setting.name in re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", meant)
+    equivalents = " ".join(ours for alias, ours in ELSEWHERE.items() if word == alias.lower())
+    return setting.name in re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", equivalents)
 
 
 def describe(section: type[Settings], prefix: str) -> Iterator[Setting]:

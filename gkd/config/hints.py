@@ -11,21 +11,21 @@ TYPING_ERROR, SECTION_ALIKE, ALIKE = 0.9, 0.75, 0.6  # difflib's ratios
 MOST_OWNERS = 2  # sections that may have a setting of one name for a hint to name them all
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, valid_names: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` for a misspelt choice, or an empty string when nothing is near."""
-    choices = list(known)
+    choices = list(valid_names)
     longer = [choice for choice in choices if name and choice.startswith(name)][:1]
     return _question(longer or difflib.get_close_matches(name, choices, n=1, cutoff=0.6))
 
 
-def hint(key: str, known: Iterable[str]) -> str:
-    """Return what a setting that is not ``known`` may mean, in brackets, or an empty string.
+def hint(key: str, valid_names: Iterable[str]) -> str:
+    """Return what a setting that is not among ``valid_names`` may mean, in brackets, or an empty string.
 
     First by meaning: another system's name for a setting here (:mod:`gkd.config.names`). Then by spelling, within the
     section that is named: what is spelt alike in another section means something else there.
     """
     plain = key.lstrip("-").replace("-", "_")
-    names = [name for name in known if plain.startswith(_key_prefix(name))]
+    names = [name for name in valid_names if plain.startswith(_key_prefix(name))]
     if plain in ELSEWHERE:
         return f" (here: {ELSEWHERE[plain]})"
     for section, meaning in SECTIONS.items():
@@ -58,8 +58,8 @@ def _find_in_section(key: str, names: Sequence[str], cutoff: float) -> list[str]
     """Return the setting of the section ``key`` names, perhaps misspelt, that its other parts are most like."""
     section, _, rest = key.partition(".")
     sections = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
-    for own in difflib.get_close_matches(section, list(sections), n=1, cutoff=0.75):
-        within = {name.partition(".")[2]: name for name in names if name.startswith(f"{own}.")}
+    for match in difflib.get_close_matches(section, list(sections), n=1, cutoff=0.75):
+        within = {name.partition(".")[2]: name for name in names if name.startswith(f"{match}.")}
         return [within[close] for close in difflib.get_close_matches(rest, list(within), n=1, cutoff=cutoff)]
     return []
 

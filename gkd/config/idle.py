@@ -44,10 +44,10 @@ def _read_placement(name: str) -> Mapping[str, Any]:
 
 def _find_changed(config: Config, section: str, placed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield settings of a section that neither have their default nor are as the placement's file has them."""
-    own = getattr(config, section)
-    usual = flatten(type(own).model_validate(placed.get(section, {})).model_dump())
-    values = flatten(own.model_dump())
-    counted = isinstance(own, Pool) and own.ranges() is not None  # by these, not by a setting of its own
+    settings = getattr(config, section)
+    usual = flatten(type(settings).model_validate(placed.get(section, {})).model_dump())
+    values = flatten(settings.model_dump())
+    counted = isinstance(settings, Pool) and settings.ranges() is not None  # by these, not by a setting of its own
     for name, default in usual.items():
         value = values.get(name, default)
         if value != default and not (counted and name in ("n_gpus_per_node", "nnodes")):

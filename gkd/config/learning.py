@@ -228,8 +228,8 @@ class Algorithm(Settings):
                 f"reward_weight={self.reward_weight:g}: {self.name} has no other loss to be weighed against"
             )
         if self.is_supervised:
-            own = find_changed_settings(self)
-            shares = [f"{name}={own[name]}" for name in ("on_policy_share", "supervised_weight") if name in own]
+            changes = find_changed_settings(self)
+            shares = [f"{name}={changes[name]}" for name in ("on_policy_share", "supervised_weight") if name in changes]
             if unused := [*shares, *self._list_changed("loss", "kl")]:
                 raise ValueError(
                     f"{unused[0]}: name={self.name} learns from the data's own answers alone, with the cross-entropy"
@@ -248,7 +248,7 @@ class Algorithm(Settings):
     def _list_changed(self, *sections: str) -> list[str]:
         """Return settings of sections below that are not as they are by default, with their values."""
         changed = {section: find_changed_settings(getattr(self, section)) for section in sections}
-        return [f"{section}.{name}={value}" for section, own in changed.items() for name, value in own.items()]
+        return [f"{section}.{name}={value}" for section, values in changed.items() for name, value in values.items()]
 
     @property
     def composition(self) -> Any:

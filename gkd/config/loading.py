@@ -87,9 +87,13 @@ def _find_differences(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict
     """Return the values of ``tree`` that ``other`` has not, None for those that it alone has."""
     values: dict[str, Any] = {}
     for name in {**tree, **other}:
-        own, its = tree.get(name), other.get(name)
-        if own != its:
-            values[name] = _find_differences(own, its) if isinstance(own, Mapping) and isinstance(its, Mapping) else own
+        value, other_value = tree.get(name), other.get(name)
+        if value != other_value:
+            values[name] = (
+                _find_differences(value, other_value)
+                if isinstance(value, Mapping) and isinstance(other_value, Mapping)
+                else value
+            )
     return values
 
 
@@ -121,10 +125,10 @@ def read_layer(file: str | Path) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, str) and "${" in value and "." not in name:
             try:
-                own = tree[name]
+                node = tree[name]
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
-            values[name] = OmegaConf.to_container(own) if OmegaConf.is_config(own) else escape(own)
+            values[name] = OmegaConf.to_container(node) if OmegaConf.is_config(node) else escape(node)
     return values
 
 
@@ -210,8 +214,8 @@ def _error(error: ValidationError) -> ConfigError:
         return ConfigError(f"{key}.{message}")
     if first["type"].startswith("greater_than"):
         message += _explain_null(key)
-    given = "null" if first["input"] is None else first["input"]
-    shown = "" if isinstance(given, Mapping) else f"={given}"
+    value = "null" if first["input"] is None else first["input"]
+    shown = "" if isinstance(value, Mapping) else f"={value}"
     return ConfigError(f"{key}{shown}: {message}" if key else message)
 
 
@@ -262,16 +266,16 @@ def is_text(text: str) -> bool:
         return False
 
 
-def make_unknown_error(key: str, value: Any, own: Iterable[str] = (), why: str = "") -> ConfigError:
+def make_unknown_error(key: str, value: Any, class_settings: Iterable[str] = (), why: str = "") -> ConfigError:
     """Return the error of an unknown setting; of an unknown section that of its first setting.
 
-    ``own``: settings of a user's class, one of which may be meant. ``why``: why it takes none.
+    ``class_settings``: settings of a user's class, one of which may be meant. ``why``: why it takes none.
     """
     while isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
     explained = f"{key}: {why}" if why else key
-    return ConfigError(f"unknown setting {explained}{hint(plain_name(key), [*settings(), *own])}")
+    return ConfigError(f"unknown setting {explained}{hint(plain_name(key), [*settings(), *class_settings])}")
 
 
 def plain_name(key: str) -> str:

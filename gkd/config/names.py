@@ -318,7 +318,7 @@ EARLIER: dict[str, str] = {
 """Names that settings had in earlier versions."""
 
 ELSEWHERE: dict[str, str] = {
-    **{theirs: ours for ours, names in SAME.items() for theirs in names.split()},
-    **{theirs: ours for names, ours in (DIFFERENT | ALWAYS).items() for theirs in names.split()},
+    **{name: ours for ours, names in SAME.items() for name in names.split()},
+    **{name: ours for names, ours in (DIFFERENT | ALWAYS).items() for name in names.split()},
     **EARLIER,
 }

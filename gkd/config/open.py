@@ -38,11 +38,11 @@ class OpenSettings(Settings):
         """Yield the settings of built-in classes: dotted name, below ``prefix``, meaning, and what it is."""
         meanings: dict[str, dict[str, list[str]]] = {}  # by setting, then by meaning: the classes that take it
         fields: dict[str, FieldInfo] = {}
-        for name, own, fields[own] in cls.registry.settings_of_entries():
-            meanings.setdefault(own, {}).setdefault(fields[own].description or "", []).append(name)
-        for own, classes in meanings.items():
+        for name, setting, fields[setting] in cls.registry.settings_of_entries():
+            meanings.setdefault(setting, {}).setdefault(fields[setting].description or "", []).append(name)
+        for setting, classes in meanings.items():
             meaning = "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in classes.items())
-            yield f"{prefix}{own}", meaning, fields[own]
+            yield f"{prefix}{setting}", meaning, fields[setting]
 
     def selected_names(self) -> list[str]:
         """Return names in the setting ``selects``, which may be one, several or none."""
@@ -90,7 +90,7 @@ class OpenSettings(Settings):
                 raise _refusal(section, extra[section], why)
             if not section and (twice := sorted(kind.model_fields.keys() & type(self).model_fields.keys())):
                 raise ValueError(f"the setting {twice[0]} of {owner.__name__} has the name of another one here")
-            values, known = self._select_values(section), [f"{prefix}{name}" for name in kind.model_fields]
+            values, class_settings = self._select_values(section), [f"{prefix}{name}" for name in kind.model_fields]
             try:
                 checked = _validate(kind, values)
                 written = checked.model_dump(mode="json", by_alias=False)
@@ -103,12 +103,12 @@ class OpenSettings(Settings):
                 key, unknown = prefix + ".".join(map(str, first["loc"])), first["type"] == "extra_forbidden"
                 why = one_line(str(first["msg"]).removeprefix("Value error, "))
                 why = self._explain_unknown(getattr(self, self.selects)) if unknown else why
-                raise _refusal(key, first["input"], why, unknown, known) from None
+                raise _refusal(key, first["input"], why, unknown, class_settings) from None
             for name in _find_unkept(checked, complete, again):
                 why = f"{owner.__name__}.Config would read another value from a run's file; secrets are for variables"
                 raise _refusal(f"{prefix}{name}", getattr(checked, name), why)
             for name, value in _find_ignored(kind, values, prefix):
-                raise _refusal(name, value, "", unknown=True, known=known)
+                raise _refusal(name, value, "", unknown=True, class_settings=class_settings)
             if not section:
                 extra.update(complete)
             elif complete and section in map(shorten_name, self.selected_names()):
@@ -168,15 +168,15 @@ class OpenSections(OpenSettings):
         idle = []
         for name in sorted(extra.keys() & unused):
             fields = settings_class(self.registry.load(name)).model_fields
-            if any(value != fields[own].get_default(call_default_factory=True) for own, value in extra[name].items()):
+            if any(value != fields[key].get_default(call_default_factory=True) for key, value in extra[name].items()):
                 idle.append(name)
         return idle
 
     @classmethod
     def settings_of_entries(cls, prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
         """Yield the settings of built-in classes: dotted name, below ``prefix``, meaning, and what it is."""
-        for name, own, field in cls.registry.settings_of_entries():
-            yield f"{prefix}{name}.{own}", field.description or "", field
+        for name, setting, field in cls.registry.settings_of_entries():
+            yield f"{prefix}{name}.{setting}", field.description or "", field
 
     def settings_of(self, name: str) -> Any:
         """Return the settings of the class ``name`` as its ``Config``; None for one that takes none."""
@@ -215,15 +215,17 @@ def _find_ignored(kind: type[BaseModel], values: Mapping[str, Any], prefix: str)
             yield from _find_ignored(below, value, f"{prefix}{name}.")
 
 
-def _refusal(key: str, value: Any, why: str, unknown: bool = False, known: Sequence[str] = ()) -> PydanticCustomError:
+def _refusal(
+    key: str, value: Any, why: str, unknown: bool = False, class_settings: Sequence[str] = ()
+) -> PydanticCustomError:
     """Return the error of one setting: of an unknown section its first setting, of a known one without its value.
 
-    ``why``: of an unknown one why none is known, where that is clear. ``known``: settings beside it that its class
-    takes, one of which may be meant.
+    ``why``: of an unknown one why none is known, where that is clear. ``class_settings``: settings beside it that its
+    class takes, one of which may be meant.
     """
     while unknown and isinstance(value, Mapping) and value:
         part, value = next(iter(value.items()))
         key = f"{key}.{part}"
     shown = "" if isinstance(value, Mapping) else str(value)
-    context = {"key": key.rstrip("."), "value": shown, "unknown": unknown, "known": list(known), "why": why}
+    context = {"key": key.rstrip("."), "value": shown, "unknown": unknown, "known": list(class_settings), "why": why}
     return PydanticCustomError(OWN, "{why}", context)

@@ -92,7 +92,7 @@ def forget_edited_modules() -> list[Path]:
             _SOURCES.pop(path, None)
             module = sys.modules.get(neighbour)
             if str(path) in (getattr(module, "__file__", None), *getattr(module, "__path__", ())):
-                for name in [its for its in sys.modules if its == neighbour or its.startswith(f"{neighbour}.")]:
+                for name in [key for key in sys.modules if key == neighbour or key.startswith(f"{neighbour}.")]:
                     del sys.modules[name]
     return edited
 
@@ -103,12 +103,12 @@ def keep_sources(directory: Path) -> Iterator[None]:
 
     So a run goes on with the code it began with, whatever is edited meanwhile, but for modules of packages.
     """
-    kept, before = find_kept(directory), os.environ.get(KEPT)
+    folder, before = find_kept(directory), os.environ.get(KEPT)
     for place, content in _all_sources().items():
-        copy = kept / place
+        copy = folder / place
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
-    os.environ[KEPT] = str(kept)
+    os.environ[KEPT] = str(folder)
     _install_finder()  # this process, too, may import some of it only now
     try:
         yield
@@ -129,8 +129,8 @@ def find_kept(directory: Path) -> Path:
 def _all_sources() -> dict[Path, bytes]:
     """Return what is kept, by its place among it."""
     modules = {_place_in(Path(UNUSED), path): content for path, content in sorted(_MODULES.items())}
-    own = (its for file in sorted(_SOURCES) for its in _SOURCES[file].items())
-    return modules | {_place_in(Path(), path): content for path, content in own}
+    sources = (item for file in sorted(_SOURCES) for item in _SOURCES[file].items())
+    return modules | {_place_in(Path(), path): content for path, content in sources}
 
 
 def read_kept_variables() -> dict[str, str]:
@@ -235,9 +235,9 @@ def _is_imported(name: str, place: Path) -> bool:
     spec = PathFinder.find_spec(name)
     if spec is None:
         return True  # it was deleted, and is kept
-    taken = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or []
-    own = [place, place.parent] if place.name == "__init__.py" else [place]  # a folder where that was deleted
-    return any(Path(other) == one or _is_same_file(Path(other), one) for other in taken for one in own)
+    origins = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or []
+    places = [place, place.parent] if place.name == "__init__.py" else [place]  # a folder where that was deleted
+    return any(Path(other) == one or _is_same_file(Path(other), one) for other in origins for one in places)
 
 
 def _is_same_file(other: Path, one: Path) -> bool:
@@ -281,13 +281,15 @@ def _require_own_neighbours(file: Path) -> None:
     Python has one module of a name, from the first folder that has one.
     """
     for name in _find_imported_modules(file):
-        own = _find_neighbour(file.parent, name)
-        for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if own else ():
+        neighbour = _find_neighbour(file.parent, name)
+        for folder in _FOLDERS[: _FOLDERS.index(file.parent)] if neighbour else ():
             other = _find_neighbour(folder, name)
-            if own is None or other is None or {own.suffix, other.suffix} != {".py"}:
+            if neighbour is None or other is None or {neighbour.suffix, other.suffix} != {".py"}:
                 continue
-            if _read(own) != _read(other):
-                raise ImportError(f"it imports {name}, and both {other} and {own} are called so: rename one of them")
+            if _read(neighbour) != _read(other):
+                raise ImportError(
+                    f"it imports {name}, and both {other} and {neighbour} are called so: rename one of them"
+                )
 
 
 def _find_neighbour(folder: Path, name: str) -> Path | None:

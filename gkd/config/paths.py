@@ -31,7 +31,7 @@ def map_paths(tree: Mapping[str, Any], make: Callable[[str, str], str], prefix: 
         elif isinstance(value, list):
             mapped[key] = [make(name, path) for path in value]
         else:
-            mapped[key] = {its: make(name, path) for its, path in value.items()}
+            mapped[key] = {teacher: make(name, path) for teacher, path in value.items()}
     return mapped
 
 

@@ -69,38 +69,38 @@ class Registry:
             )
         place = self.setting, self.base, name if name.startswith("/") else make_absolute(name)
         if place not in _LOADED:
-            own = _load_own(self.setting, name)
-            config = settings_class(own)
+            plugin = _load_own(self.setting, name)
+            config = settings_class(plugin)
             if config is not None and not hasattr(config, "model_fields"):
                 raise ConfigError(f"{self.setting}={name}: its Config is no pydantic model (pydantic.BaseModel)")
             if self.base is not None:
-                self._require_base(name, own, self.base)
-            _LOADED[place] = own
+                self._require_base(name, plugin, self.base)
+            _LOADED[place] = plugin
         return _LOADED[place]
 
-    def _require_base(self, name: str, own: Any, required: str) -> None:
+    def _require_base(self, name: str, plugin: Any, required: str) -> None:
         """Raise ConfigError for what is not of the class ``required``, or has not the methods that are called of it."""
-        base, is_class = _attribute(required), isinstance(own, type)
-        if not (issubclass(own, base) if is_class else isinstance(own, base)):
+        base, is_class = _attribute(required), isinstance(plugin, type)
+        if not (issubclass(plugin, base) if is_class else isinstance(plugin, base)):
             raise ConfigError(f"{self.setting}={name}: it is no {required.replace(':', '.')}, which it must extend")
         if self.entries and is_class != isinstance(_attribute(next(iter(self.entries.values()))), type):
             what = "a class, where one of its objects" if is_class else "an object, where its class"
             raise ConfigError(f"{self.setting}={name}: it is {what} is expected")
-        if lacking := sorted(getattr(own, "__abstractmethods__", ())):
+        if lacking := sorted(getattr(plugin, "__abstractmethods__", ())):
             raise ConfigError(f"{self.setting}={name}: it lacks the method {lacking[0]}")
         for attribute, kind in _class_attributes(base).items():
-            if not hasattr(own, attribute):
+            if not hasattr(plugin, attribute):
                 raise ConfigError(f"{self.setting}={name}: it lacks the class attribute {attribute}")
             try:
-                TypeAdapter(kind).validate_python(value := getattr(own, attribute), strict=True)
+                TypeAdapter(kind).validate_python(value := getattr(plugin, attribute), strict=True)
             except ValidationError as error:
                 message = error.errors()[0]["msg"].lower()
                 raise ConfigError(f"{self.setting}={name}: its {attribute} is {value!r}: {message}") from None
         for method in sorted(getattr(base, "__abstractmethods__", ())):
             names = list(inspect.signature(getattr(base, method)).parameters)
-            bound = isinstance(inspect.getattr_static(own, method), staticmethod | classmethod)
-            why = why_not_callable(getattr(own, method), len(names) - bound)
-            if inspect.iscoroutinefunction(getattr(own, method)):
+            bound = isinstance(inspect.getattr_static(plugin, method), staticmethod | classmethod)
+            why = why_not_callable(getattr(plugin, method), len(names) - bound)
+            if inspect.iscoroutinefunction(getattr(plugin, method)):
                 why = "it is async, and nothing awaits it"
             if why:
                 raise ConfigError(f"{self.setting}={name}: its {method} is called with {', '.join(names[1:])}: {why}")
@@ -172,13 +172,13 @@ def _load_own(setting: str, name: str) -> Any:
             imported = importlib.import_module(module) if file is None else load_module(file)
         if file is None:
             record_source(imported)
-        own = getattr(imported, attribute, None)
+        plugin = getattr(imported, attribute, None)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, and may end programs
         raise ConfigError(f"{setting}: {name} cannot be imported: {describe_raised(error)}") from None
-    if own is None:
+    if plugin is None:
         names = [key for key, value in vars(imported).items() if not isinstance(value, ModuleType)]
         raise ConfigError(f"{setting}: {name}: {file or module} has no {attribute}{suggest(attribute, names)}")
-    return own
+    return plugin
 
 
 def file_of(name: str) -> Path | None:
@@ -193,8 +193,10 @@ def _local_copy(file: Path) -> Path:
     Ray unpacks a job's files into a directory that is named after their content, on each node where that node keeps
     such things, and starts workers in it.
     """
-    own = {folder.name: folder for folder in (Path.cwd(), *Path.cwd().parents) if folder.name.startswith("_ray_pkg_")}
+    job_folders = {
+        folder.name: folder for folder in (Path.cwd(), *Path.cwd().parents) if folder.name.startswith("_ray_pkg_")
+    }
     for folder in file.parents:
-        if folder.name in own:
-            return own[folder.name] / file.relative_to(folder)
+        if folder.name in job_folders:
+            return job_folders[folder.name] / file.relative_to(folder)
     return file

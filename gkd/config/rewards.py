@@ -150,9 +150,9 @@ class Reward(OpenSections):
     def _functions_have_their_time(self) -> Reward:
         for name in self.selected_names():
             setting = getattr(REWARDS.load(name), "ends_within", "")
-            if setting and (own := getattr(self.settings_of(name), setting)) >= self.timeout_s:
+            if setting and (limit := getattr(self.settings_of(name), setting)) >= self.timeout_s:
                 raise ValueError(
-                    f"{shorten_name(name)}.{setting}={own:g} has to be below reward.timeout_s={self.timeout_s:g}"
+                    f"{shorten_name(name)}.{setting}={limit:g} has to be below reward.timeout_s={self.timeout_s:g}"
                 )
         return self
 
@@ -176,10 +176,10 @@ class Reward(OpenSections):
         Where another has the same it is that with the name of its file or module, or all of it (MLflow takes no //).
         """
         forms = [(shorten_name(name), name.rpartition("/")[2], name.lstrip("/")) for name in self.functions]
-        taken = Counter(form for own in forms for form in set(own)) + Counter(["mean"])  # reward/mean is that of all
+        uses = Counter(form for names in forms for form in set(names)) + Counter(["mean"])  # reward/mean is that of all
         return {
-            name: next((form for form in own if taken[form] == 1), own[-1])
-            for name, own in zip(self.functions, forms, strict=True)
+            name: next((form for form in names if uses[form] == 1), names[-1])
+            for name, names in zip(self.functions, forms, strict=True)
         }
 
     def functions_needing_answers(self) -> list[str]:
@@ -211,8 +211,8 @@ def find_set_functions(tree: Mapping[str, Any]) -> list[str]:
     """Return the rewards that sets of a composed tree name. Raises ConfigError for one that cannot be imported."""
     names: list[str] = []
     for section, key in (("evaluate", "sets"), ("data", "val_sets")):
-        for name, own in _section(_section(tree, section), key).items():
-            rewards = _section({name: own}, name).get("rewards")
+        for name, settings in _section(_section(tree, section), key).items():
+            rewards = _section({name: settings}, name).get("rewards")
             for reward in [rewards] if isinstance(rewards, str) else rewards if isinstance(rewards, list) else []:
                 replace(REWARDS, setting=f"{section}.{key}.{name}.rewards").load(str(reward))
                 names.append(make_absolute(str(reward)))
@@ -244,8 +244,8 @@ def _why_not_called(reward: Any, call: Any) -> str | None:
     """Return why a reward cannot be called with what rewards are given, or its class not be made; None where it can."""
     is_class = isinstance(reward, type)
     if is_class and (why := why_not_callable(reward, 1 if settings_class(reward) else 0)):
-        given = "its Config" if settings_class(reward) else "nothing, as it has no Config"
-        return f"its class is given {given}: {why}"
+        argument = "its Config" if settings_class(reward) else "nothing, as it has no Config"
+        return f"its class is given {argument}: {why}"
     required = required_parameters(call, bound=not is_class)
     if not TRL_PARAMETERS.isdisjoint(required):  # the others are columns, which only the data knows: required_columns
         return None

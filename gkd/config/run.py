@@ -118,7 +118,10 @@ class Config(Settings):
     def may_share(self) -> set[frozenset[str]]:
         """Return pairs of groups that may be on the same GPU."""
         hosts = self.hosts()
-        colocated = [{host, *(group for group, its in hosts.items() if its == host)} for host in set(hosts.values())]
+        colocated = [
+            {host, *(group for group, group_host in hosts.items() if group_host == host)}
+            for host in set(hosts.values())
+        ]
         return {frozenset(pair) for groups in colocated for pair in combinations(sorted(groups), 2)}
 
     def groups_on_actor_gpus(self) -> list[str]:
@@ -195,7 +198,7 @@ class Config(Settings):
     def stops(self) -> tuple[str, ...]:
         """The texts that may end a response: those of ``rollout``, and those of single sets of questions."""
         sets = (*self.data.val_sets.values(), *self.evaluate.sets.values())
-        return tuple(dict.fromkeys([*self.rollout.stop, *(text for own in sets for text in own.stop or ())]))
+        return tuple(dict.fromkeys([*self.rollout.stop, *(text for eval_set in sets for text in eval_set.stop or ())]))
 
     @property
     def evaluates(self) -> bool:

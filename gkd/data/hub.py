@@ -96,12 +96,12 @@ def _find_files(config: Any) -> dict[str, list[Path]] | None:
     """
     from datasets import BuilderConfig
 
-    files = {str(split): [Path(file) for file in own] for split, own in (config.data_files or {}).items()}
+    files = {str(split): [Path(file) for file in names] for split, names in (config.data_files or {}).items()}
     paths = list(chain.from_iterable(files.values()))
     if not paths or any(not path.exists() or find_reader(path) is None for path in paths):
         return None
-    stated = {own.name for own in fields(config) if getattr(config, own.name) != own.default}
-    stated -= {"sep", *(own.name for own in fields(BuilderConfig))}
+    stated = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+    stated -= {"sep", *(field.name for field in fields(BuilderConfig))}
     separated = getattr(config, "sep", None) in {None, *map(delimiter_of, paths)}
     return None if stated or not separated else files
 
@@ -113,9 +113,9 @@ def _read_split(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Row
     if split in files:
         return _read_files(files[split])
     spec = "+".join(files) if split == "all" else split
-    lengths = {name: sum(1 for _ in _read_files(own)) if name in spec else 0 for name, own in files.items()}
+    lengths = {name: sum(1 for _ in _read_files(paths)) if name in spec else 0 for name, paths in files.items()}
     parts = ReadInstruction.from_spec(spec).to_absolute(lengths)
-    rows = (islice(_read_files(files[own.splitname]), own.from_, own.to) for own in parts)
+    rows = (islice(_read_files(files[part.splitname]), part.from_, part.to) for part in parts)
     return chain.from_iterable(rows)
 
 

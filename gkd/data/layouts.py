@@ -145,7 +145,7 @@ def messages_to_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[st
 
 def has_objects(value: Any) -> bool:
     """Return whether ``value`` is a list of objects, one or more."""
-    return isinstance(value, list) and bool(value) and all(isinstance(own, dict) for own in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def is_messages(value: Any) -> TypeGuard[list[Any]]:
@@ -200,8 +200,8 @@ def _from_sharegpt(row: Row, key: str, turns: list[dict[str, Any]]) -> list[dict
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
-    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _content(row: Row, key: str, message: Mapping[str, Any]) -> Any:

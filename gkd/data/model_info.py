@@ -55,7 +55,7 @@ class ModelInfo:
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             text = config.get_text_config()
-            ends = [getattr(own, "eos_token_id", None) for own in (config, text)]  # composite ones may lack it
+            ends = [getattr(source, "eos_token_id", None) for source in (config, text)]  # composite ones may lack it
             n_rows = text.vocab_size
         except Exception as error:  # transformers raises whatever it meets in the file
             raise ConfigError(f"{name}: no model can be read there ({one_line(error)})") from None
@@ -105,10 +105,10 @@ def longrope_positions(config: Mapping[str, Any]) -> int | None:
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return None
-    kinds = [rope, *(own for own in rope.values() if isinstance(own, Mapping))]
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
     name = "original_max_position_embeddings"
-    long = [own for own in kinds if (own.get("rope_type") or own.get("type")) == "longrope"]
-    ends = [config.get(name) or own.get(name) for own in long]  # as transformers has it
+    long = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) == "longrope"]
+    ends = [config.get(name) or kind.get(name) for kind in long]  # as transformers has it
     return min((end - 1 for end in ends if isinstance(end, int) and end > 1), default=None)
 
 

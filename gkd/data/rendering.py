@@ -103,13 +103,13 @@ def check_same_prompts(prompts: Sequence[Prompt], teachers: Mapping[str, Rendere
     differs.
     """
     for name, teacher in teachers.items():
-        chosen = [prompt for prompt in prompts if teacher_of(prompt) == name][:COMPARED]
-        for prompt, ids in zip(chosen, teacher.token_ids(chosen), strict=True):
+        teacher_prompts = [prompt for prompt in prompts if teacher_of(prompt) == name][:COMPARED]
+        for prompt, ids in zip(teacher_prompts, teacher.token_ids(teacher_prompts), strict=True):
             if not np.array_equal(prompt.token_ids, ids):
-                ours, theirs = _cut_differing_texts(prompt, ids, teacher)
+                text, other_text = _cut_differing_texts(prompt, ids, teacher)
                 raise ConfigError(
                     f"the student and {teacher.setting} are prompted differently: of prompt {prompt.id} the student "
-                    f"sees {ours}, the teacher would see {theirs}; say which is meant: teacher.chat_template=own, "
+                    f"sees {text}, the teacher would see {other_text}; say which is meant: teacher.chat_template=own, "
                     "student, or a Jinja file"
                 )
 
@@ -121,8 +121,8 @@ def with_teacher_ids(prompts: PromptSet, teachers: Mapping[str, Renderer], longe
     """
     by_id: dict[int, Int32] = {}
     for name, teacher in teachers.items():
-        chosen = [prompt for prompt in prompts.prompts if teacher_of(prompt) == name]
-        by_id |= zip((prompt.id for prompt in chosen), teacher.token_ids(chosen), strict=True)
+        teacher_prompts = [prompt for prompt in prompts.prompts if teacher_of(prompt) == name]
+        by_id |= zip((prompt.id for prompt in teacher_prompts), teacher.token_ids(teacher_prompts), strict=True)
     rendered = [
         prompt if np.array_equal(prompt.token_ids, by_id[prompt.id]) else replace(prompt, teacher_ids=by_id[prompt.id])
         for prompt in prompts.prompts
@@ -145,12 +145,12 @@ def drop_long(prompts: PromptSet, longest: int) -> PromptSet:
     return PromptSet(short, prompts.n_too_long + len(lengths) - len(short))
 
 
-def _cut_differing_texts(prompt: Prompt, theirs: Int32, teacher: Renderer) -> tuple[str, str]:
+def _cut_differing_texts(prompt: Prompt, teacher_ids: Int32, teacher: Renderer) -> tuple[str, str]:
     """Return both texts from shortly before their first difference; token ids where only those differ."""
     decode = teacher.tokenizer.decode
-    texts = [decode(ids.tolist(), skip_special_tokens=False) for ids in (prompt.token_ids, theirs)]
+    texts = [decode(ids.tolist(), skip_special_tokens=False) for ids in (prompt.token_ids, teacher_ids)]
     if texts[0] == texts[1]:
-        texts = [" ".join(map(str, ids)) for ids in (prompt.token_ids, theirs)]
+        texts = [" ".join(map(str, ids)) for ids in (prompt.token_ids, teacher_ids)]
     pairs = zip(*texts, strict=False)
     differ = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, texts)))
     start = max(0, differ - BEFORE)

@@ -81,8 +81,8 @@ def chat_template_of(tokenizer: Any, for_tools: bool = False) -> str | None:
     template = tokenizer.chat_template
     if not isinstance(template, dict):
         return None if for_tools else template
-    chosen: str | None = template.get("tool_use" if for_tools else "default")
-    return chosen
+    template_text: str | None = template.get("tool_use" if for_tools else "default")
+    return template_text
 
 
 def warn_of_raw_text(
@@ -93,7 +93,11 @@ def warn_of_raw_text(
     ``section``: where ``settings`` are, and with them the files that ``prompts`` are named by.
     ``apply_chat_template=false`` there states that it is meant.
     """
-    raw = [f"{section}.{files}" for files, own in prompts.items() if any(prompt.messages is None for prompt in own)]
+    raw = [
+        f"{section}.{files}"
+        for files, file_prompts in prompts.items()
+        if any(prompt.messages is None for prompt in file_prompts)
+    ]
     if not raw or chat_template_of(tokenizer) is None or settings.apply_chat_template is not None:
         return False
     log.warning(

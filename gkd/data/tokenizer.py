@@ -246,16 +246,18 @@ def check_same_tokenizer(student_path: str, teacher_path: str, setting: str = "t
 
 
 def _describe_first_difference(student: Any, teacher: Any) -> str:
-    ours = sorted((index, token) for token, index in student.get_vocab().items())
-    theirs = sorted((index, token) for token, index in teacher.get_vocab().items())
-    for (our_id, ours_token), (their_id, their_token) in zip(ours, theirs, strict=False):
+    student_tokens = sorted((index, token) for token, index in student.get_vocab().items())
+    teacher_tokens = sorted((index, token) for token, index in teacher.get_vocab().items())
+    for (our_id, ours_token), (their_id, their_token) in zip(student_tokens, teacher_tokens, strict=False):
         if (our_id, ours_token) != (their_id, their_token):
             if our_id == their_id:
                 return f"id {our_id} is {ours_token!r} in the student, {their_token!r} in the teacher"
             lacking = "teacher" if our_id < their_id else "student"
             return f"id {min(our_id, their_id)} is only used by one of them, the {lacking} lacks it"
-    if len(ours) != len(theirs):
-        longer, name = (ours, "student") if len(ours) > len(theirs) else (theirs, "teacher")
-        index, token = longer[min(len(ours), len(theirs))]
+    if len(student_tokens) != len(teacher_tokens):
+        longer, name = (
+            (student_tokens, "student") if len(student_tokens) > len(teacher_tokens) else (teacher_tokens, "teacher")
+        )
+        index, token = longer[min(len(student_tokens), len(teacher_tokens))]
         return f"id {index}, {token!r}, is only in the {name}"
     raise AssertionError("tokenizers with different hashes differ in a token")

@@ -142,7 +142,7 @@ def require_values(values: Any, n: int, source: Tensor, setting: str) -> None:
     ``setting``: what names the class, which may be a user's own.
     """
     if not isinstance(values, Tensor) or values.shape != (n,):
-        given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{setting} gives {given}: expected [{n}]")
+        description = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{setting} gives {description}: expected [{n}]")
     if torch.is_grad_enabled() and source.requires_grad and not values.requires_grad:
         raise ValueError(f"{setting} gives values without a gradient: the student's log-probabilities are detached")

@@ -48,11 +48,11 @@ class AutogradPass:
         slope = torch.empty_like(logits, requires_grad=False)
         differentiate(logits.detach(), slope)
         parameters = _leaves(logits, source)
-        own, *slopes = torch.autograd.grad(logits, [source, *parameters], slope)
+        row_gradient, *slopes = torch.autograd.grad(logits, [source, *parameters], slope)
         for parameter, gradient in zip(parameters, slopes, strict=True):
             # Not in place: autograd may have given several parameters the same memory.
             self.slopes[parameter] = self.slopes[parameter] + gradient if parameter in self.slopes else gradient
-        return own
+        return row_gradient
 
 
 def head_pass(head: Callable[[Tensor], Tensor]) -> LinearPass | AutogradPass:

@@ -81,8 +81,8 @@ def objective(micro: MicroBatch, algorithm: Algorithm, rollout: Rollout, chunk: 
             total = sum(parts.values(), start=hidden.new_zeros(()))
             measured = MicroBatchMetrics({"actor/loss": total, **parts}, sums)
             if algorithm.learns_answers:
-                given = micro.sampler_logprobs.isnan()
-                sums |= {SAMPLED: (~given).to(log_q.dtype), GIVEN: given.to(log_q.dtype)}
+                data_mask = micro.sampler_logprobs.isnan()
+                sums |= {SAMPLED: (~data_mask).to(log_q.dtype), GIVEN: data_mask.to(log_q.dtype)}
             if not algorithm.is_supervised:  # nobody sampled
                 old_logprobs = trainers if micro.old_logprobs is None else micro.old_logprobs
                 add_mismatch(measured, old_logprobs, micro.sampler_logprobs)
@@ -161,9 +161,9 @@ def _losses(micro: MicroBatch, algorithm: Algorithm, log_q: Tensor, values: Valu
         losses["actor/policy_loss"] = algorithm.policy_weight * surrogate
         sums |= watched
     if supervised is not None:
-        own = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
-        losses["actor/supervised_loss"] = algorithm.cross_entropy_weight * supervised * own
-        sums["actor/cross_entropy"] = supervised * own
+        data_mask = micro.sampler_logprobs.isnan()  # the data's own answers, which nobody sampled
+        losses["actor/supervised_loss"] = algorithm.cross_entropy_weight * supervised * data_mask
+        sums["actor/cross_entropy"] = supervised * data_mask
     if algorithm.kl.coef > 0:
         assert micro.reference_logprobs is not None, "the penalty needs the reference's log-probabilities"
         assert weights is not None
@@ -190,10 +190,10 @@ def add_mismatch(measured: MicroBatchMetrics, trainer_logprobs: Tensor, sampler_
     KL(sampler || trainer) by the k3 estimate r - 1 - log r with r = trainer / sampler (Schulman, 2020); 0 for the
     data's own answers, which nobody sampled.
     """
-    given = sampler_logprobs.isnan()
-    log_ratio = torch.where(given, 0.0, trainer_logprobs - sampler_logprobs)
+    data_mask = sampler_logprobs.isnan()
+    log_ratio = torch.where(data_mask, 0.0, trainer_logprobs - sampler_logprobs)
     ratio = log_ratio.exp()
     measured.sums["mismatch/kl"] = ratio - 1 - log_ratio
-    ratio = torch.where(given, 0.0, ratio)
+    ratio = torch.where(data_mask, 0.0, ratio)
     measured.sums["mismatch/is_ratio_mean"] = ratio
     measured.largest["mismatch/is_ratio_max"] = ratio.max() if len(ratio) else ratio.sum()

@@ -27,11 +27,11 @@ from gkd.modeling.compiling import compile_function
 class Outcomes(NamedTuple):
     """Values of softmax(z / T) at n positions; only the first two are differentiable.
 
-    ``chosen`` [n, K]: log-probabilities of the ids; ``others`` [n]: of all else together, exact however small.
+    ``logprobs`` [n, K]: log-probabilities of the ids; ``others`` [n]: of all else together, exact however small.
     ``entropy`` [n] is over the whole vocabulary. ``log_q`` of any token is ``z / T - highest - log_sum``, [n] each.
     """
 
-    chosen: Tensor
+    logprobs: Tensor
     others: Tensor
     entropy: Tensor
     highest: Tensor
@@ -101,13 +101,13 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 class _FusedOutcomes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, kernels: Kernels) -> tuple[Tensor, ...]:
-        own = logits.gather(-1, ids)
+        id_logits = logits.gather(-1, ids)
         # In place and put back: autograd's count of changes stays, since afterwards there is none.
         masked = logits.data.scatter_(-1, ids, torch.finfo(logits.dtype).min / 4)
         peak, log_size, entropy_of_r = kernels.sums(masked, temperature)
-        masked.scatter_(-1, ids, own)
-        chosen = own.to(peak.dtype) / temperature
-        values, q, q_others = _combine(chosen, peak, log_size, entropy_of_r)
+        masked.scatter_(-1, ids, id_logits)
+        scaled_logits = id_logits.to(peak.dtype) / temperature
+        values, q, q_others = _combine(scaled_logits, peak, log_size, entropy_of_r)
         ctx.save_for_backward(logits, ids, q, q_others, peak, log_size)
         # On a GPU autograd has a thread of its own for what is backward; torch's settings are those of a context.
         ctx.temperature, ctx.kernels, ctx.context = temperature, kernels, copy_context()
@@ -128,7 +128,7 @@ class _FusedOutcomes(torch.autograd.Function):
 class _OutcomesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        chosen = logits.gather(-1, ids) / temperature
+        scaled_logits = logits.gather(-1, ids) / temperature
         # Finite rather than -inf, for rows whose others are all impossible, and for 0 log 0.
         lowest = torch.finfo(logits.dtype).min / 4
         rest = (logits / temperature).clamp_(lowest) if temperature != 1.0 else logits.clamp(lowest)
@@ -136,7 +136,7 @@ class _OutcomesFunction(torch.autograd.Function):
         peak = rest.amax(-1)
         r = torch.softmax(rest.sub_(peak[:, None]), -1)
         log_size = -r.amax(-1).log()  # of the sum that r was divided by
-        values, q, q_others = _combine(chosen, peak, log_size, log_size - torch.linalg.vecdot(r, rest))
+        values, q, q_others = _combine(scaled_logits, peak, log_size, log_size - torch.linalg.vecdot(r, rest))
         ctx.save_for_backward(r, ids, q, q_others)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(*values[2:])
@@ -153,18 +153,18 @@ class _OutcomesFunction(torch.autograd.Function):
 
 
 def _combine(
-    chosen: Tensor, peak: Tensor, log_size: Tensor, entropy_of_r: Tensor
+    scaled_logits: Tensor, peak: Tensor, log_size: Tensor, entropy_of_r: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Return the values of :class:`Outcomes`, and the probabilities of the ids [n, K] and of all others [n].
 
-    ``chosen`` [n, K]: x = z / T of the ids; of all others ``peak``, ``log_size`` and ``entropy_of_r`` as
+    ``scaled_logits`` [n, K]: x = z / T of the ids; of all others ``peak``, ``log_size`` and ``entropy_of_r`` as
     :func:`sum_others` has them.
     """
-    highest = torch.maximum(peak, chosen.amax(-1)) if chosen.shape[1] else peak
+    highest = torch.maximum(peak, scaled_logits.amax(-1)) if scaled_logits.shape[1] else peak
     log_others = peak - highest + log_size
-    chosen = chosen - highest[:, None]
-    log_sum = torch.logaddexp(log_others, torch.logsumexp(chosen, -1))
-    chosen, others = chosen - log_sum[:, None], log_others - log_sum
-    q, q_others = chosen.exp(), others.exp()
+    scaled_logits = scaled_logits - highest[:, None]
+    log_sum = torch.logaddexp(log_others, torch.logsumexp(scaled_logits, -1))
+    logprobs, others = scaled_logits - log_sum[:, None], log_others - log_sum
+    q, q_others = logprobs.exp(), others.exp()
     entropy = torch.special.entr(q).sum(-1) + torch.special.entr(q_others) + q_others * entropy_of_r
-    return (chosen, others, entropy, highest, log_sum), q, q_others
+    return (logprobs, others, entropy, highest, log_sum), q, q_others

@@ -32,7 +32,7 @@ def values_at(
         logits = apply_presence_penalty(logits, start, micro.response_ids, micro.bounds, rollout.presence_penalty)
     if rollout is None or not truncates(rollout):
         outcome = outcomes(logits, tokens, temperature)
-        return {"token_logprobs": outcome.chosen[:, 0], "entropy": outcome.entropy}
+        return {"token_logprobs": outcome.logprobs[:, 0], "entropy": outcome.entropy}
     log_q = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
     values: Values = {}
     if with_entropy:  # two passes over [n, V] more

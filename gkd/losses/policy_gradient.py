@@ -52,10 +52,10 @@ def log_ratio(level: RatioLevel, log_q: Tensor, log_old: Tensor, bounds: Tensor,
     eq. 14): its value is the response's, its gradient each token's own, so that a token is moved by its own advantage.
     Where these are equal it has GSPO's gradient.
     """
-    own = log_q - log_old
+    token_log_ratio = log_q - log_old
     if level == "token":
-        return own
-    whole = sequence_mean(own, bounds)
+        return token_log_ratio
+    whole = sequence_mean(token_log_ratio, bounds)
     return whole.detach() + log_q - log_q.detach() if by_token else whole
 
 

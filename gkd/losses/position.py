@@ -64,7 +64,7 @@ def position_losses(logits: Tensor, targets: PositionTargets, loss: Loss) -> Pos
     token_log_p = targets.teacher_token_logprobs.to(dtype)
     if loss.compares_tokens_alone:
         of_tokens = outcomes(logits, targets.token_ids[:, None], loss.temperature)
-        value = divergence(token_log_p, of_tokens.chosen[:, 0])
+        value = divergence(token_log_p, of_tokens.logprobs[:, 0])
         with torch.no_grad():
             comparison = _compare(logits, targets, loss.temperature)
     else:

@@ -66,7 +66,7 @@ def test_impossible_tokens_have_no_nan():
     logits = torch.tensor([[1.0, -INF, 2.0, -INF], [1.0, -INF, 2.0, 0.5]], requires_grad=True)
     result = outcomes(logits, torch.tensor([[0, 2], [0, 2]]))
     others = result.others.clamp(min=MIN_LOGPROB)
-    (others.sum() + result.chosen.sum()).backward()
+    (others.sum() + result.logprobs.sum()).backward()
     assert others[0] == MIN_LOGPROB and others[1] > -3
     assert logits.grad.isfinite().all() and result.entropy.isfinite().all()
     known = torch.softmax(torch.tensor([1.0, 2.0, 0.5]), 0)
