@@ -48,5 +48,5 @@ def draw(out: Path, metrics: list[str], runs: dict[str, Path]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 4 or not all("=" in argument for argument in sys.argv[3:]):
         sys.exit(__doc__)
-    chosen = dict(argument.split("=", 1) for argument in sys.argv[3:])
-    draw(Path(sys.argv[1]), sys.argv[2].split(","), {label: Path(run) for label, run in chosen.items()})
+    directories = dict(argument.split("=", 1) for argument in sys.argv[3:])
+    draw(Path(sys.argv[1]), sys.argv[2].split(","), {label: Path(run) for label, run in directories.items()})

@@ -72,7 +72,7 @@ def show(rows: Sequence[Comparison], out: Console) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     numbers = {one: {row.paired.n for row in rows if row.set == one} for one in {row.set for row in rows}}
-    counted = any(len(its) > 1 for its in numbers.values())  # where a table without them would mislead
+    counted = any(len(sizes) > 1 for sizes in numbers.values())  # where a table without them would mislead
     for heading in ("set", "model"):
         table.add_column(heading, overflow="fold")
     for heading in (*["n"] * counted, rows[0].score, "difference", "p", "p (Holm)", "needed"):

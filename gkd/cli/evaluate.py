@@ -111,8 +111,8 @@ def _compose_for_run(directory: str, overrides: Sequence[str]) -> tuple[Config, 
     config = compose([str(run / "config.yaml")])
     models = models_of_run(run, config)
     with_sets = not any(map(_names_sets, overrides))
-    own = overrides_of(escape(settings_of(config, models, run, with_sets)))
-    return compose_evaluation([*own, *overrides]), models.further
+    run_overrides = overrides_of(escape(settings_of(config, models, run, with_sets)))
+    return compose_evaluation([*run_overrides, *overrides]), models.further
 
 
 def compose_evaluation(overrides: Sequence[str]) -> Config:

@@ -96,5 +96,5 @@ def fingerprint(directory: str) -> str:
     files = sorted(p for p in Path(directory).iterdir() if p.suffix in (".safetensors", ".json", ".model", ".jinja"))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sums = list(pool.map(compute_checksum, files))
-    named = [[file.name, own.sha256] for file, own in zip(files, sums, strict=True)]
+    named = [[file.name, checksum.sha256] for file, checksum in zip(files, sums, strict=True)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]

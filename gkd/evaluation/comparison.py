@@ -37,7 +37,7 @@ def read_all(paths: Sequence[Path], report: Callable[[str], object] = lambda tex
     Models of one name and set in two directories, as those of runs ``a/seed0`` and ``b/seed0``, get the names of as
     many directories above as tell them apart.
     """
-    files = [own for path in paths for own in _read_path(path, report)]
+    files = [file_and_result for path in paths for file_and_result in _read_path(path, report)]
     homes: dict[tuple[str, str], set[Path]] = {}
     for file, result in files:
         homes.setdefault((result.set, result.model), set()).add(_find_home(file))
@@ -60,7 +60,9 @@ def _read_path(path: Path, report: Callable[[str], object]) -> list[tuple[Path, 
     for file, result in files:
         place = file.parent, result.set, result.name
         most[place] = max(len(result.questions), most.get(place, 0))
-    return [(file, own) for file, own in files if len(own.questions) == most[file.parent, own.set, own.name]]
+    return [
+        (file, result) for file, result in files if len(result.questions) == most[file.parent, result.set, result.name]
+    ]
 
 
 def _find_home(file: Path) -> Path:
@@ -110,10 +112,10 @@ def group_by_score(results: Sequence[Results]) -> dict[str, list[Results]]:
     for result in results:
         sets.setdefault(result.set, []).append(result)
     groups: dict[str, list[Results]] = {}
-    for own in sets.values():
-        common = [name for name in own[0].scores if all(name in other.scores for other in own)]
-        if common and len({result.name for result in own}) > 1:
-            groups.setdefault("accuracy" if "accuracy" in common else common[0], []).extend(own)
+    for set_results in sets.values():
+        common = [name for name in set_results[0].scores if all(name in other.scores for other in set_results)]
+        if common and len({result.name for result in set_results}) > 1:
+            groups.setdefault("accuracy" if "accuracy" in common else common[0], []).extend(set_results)
     return groups
 
 
@@ -170,7 +172,9 @@ def _compare(first: Results, second: Results, score: str) -> Comparison:
             raise ConfigError(
                 f"--score {score}: {result.name} on {result.set} has {', '.join(result.scores) or 'no scores'}"
             )
-    common = [key for key, own in first.questions.items() if score in own and score in second.questions.get(key, {})]
+    common = [
+        key for key, scores in first.questions.items() if score in scores and score in second.questions.get(key, {})
+    ]
     if len(common) < 2:
         raise ConfigError(
             f"{first.name} and {second.name} have {len(common)} questions of {first.set} with {score} in common: a "

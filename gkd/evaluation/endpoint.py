@@ -121,9 +121,9 @@ def _extra_parameters(sampling: Sampling, chat_template_kwargs: Mapping[str, Any
     """Return a set's settings beside temperature and nucleus; those that are no standard as vLLM's server has them."""
     standard = {"presence_penalty": sampling.presence_penalty, "stop": list(sampling.stop)}
     further = {"top_k": sampling.top_k, "min_p": sampling.min_p, "chat_template_kwargs": dict(chat_template_kwargs)}
-    own = {name: value for name, value in further.items() if value}
+    extra_body = {name: value for name, value in further.items() if value}
     differing = {name: value for name, value in standard.items() if value}
-    return differing | ({"extra_body": own} if own else {})
+    return differing | ({"extra_body": extra_body} if extra_body else {})
 
 
 def _messages(question: Question, prompt: str | Messages | None) -> list[Any]:

@@ -66,7 +66,7 @@ def _with_pool(config: Config, n: int, nnodes: int, tp: int) -> Config:
     if config.rollout.gpus is not None:
         pool["gpus"] = config.rollout.gpus[:n]
     if config.rollout.gpus_by_node is not None:
-        pool["gpus_by_node"] = [own[:n] for own in config.rollout.gpus_by_node[:nnodes]]
+        pool["gpus_by_node"] = [node_gpus[:n] for node_gpus in config.rollout.gpus_by_node[:nnodes]]
     return config.with_settings({f"rollout.{name}": value for name, value in pool.items()})
 
 
@@ -98,7 +98,7 @@ def find_smallest_width(config: Config, model: tuple[str, str], n: int) -> int:
 def memory_of_engine(config: Config, shape: ModelShape, width: int) -> GroupMemory:
     """Return what an engine over ``width`` GPUs needs of each, by ``gkd plan``."""
     lengths = [
-        chosen.max_response_length or config.rollout.max_response_length for chosen in config.evaluate.sets.values()
+        eval_set.max_response_length or config.rollout.max_response_length for eval_set in config.evaluate.sets.values()
     ]
     update = {"n_gpus_per_node": width, "nnodes": 1, "tensor_parallel_size": width, "max_response_length": max(lengths)}
     pool = config.rollout.model_copy(update=update)

@@ -103,9 +103,9 @@ def _identity(config: Config, strategy: str) -> str:
 def _name_of(strategy: str) -> str:
     if strategy in STRATEGIES.names():
         return strategy
-    own = STRATEGIES.load(strategy)
-    if inspect.isclass(own) or inspect.isroutine(own):
-        source = inspect.getsourcefile(own)
+    implementation = STRATEGIES.load(strategy)
+    if inspect.isclass(implementation) or inspect.isroutine(implementation):
+        source = inspect.getsourcefile(implementation)
     else:  # an object, such as a partial function: what it is made with is where it is named
         source = str(file_of(strategy) or sys.modules[strategy.rpartition(":")[0]].__file__)
     digest = hashlib.sha256(b"").hexdigest() if source is None else source_digest(Path(source))
@@ -144,9 +144,9 @@ def measurements(
             ):
                 warned.add(questions.section)
         became = [replace(model, name=w.name, fingerprint=w.fingerprint, weights=w) for w in further if name == START]
-        for own in (model, *became):
+        for variant in (model, *became):
             for questions in sets:
-                measurements += _plan_strategies(config, own, questions)
+                measurements += _plan_strategies(config, variant, questions)
     for name, endpoint in config.evaluate.endpoints.items():
         for set_name, settings in config.evaluate.sets.items():
             stand_in = Bytes(settings.chat_template_kwargs)
@@ -162,14 +162,14 @@ def measurements(
 def _require_files_of_their_own(measurements: Sequence[Measurement]) -> None:
     """Raise ConfigError where the results of two measurements would have one file, as of m_a on b and of m on a_b."""
     by_file: dict[str, Measurement] = {}
-    for own in measurements:
-        questions = own.questions
-        file = name_file(own.model.name, own.label, questions.name, len(questions.questions))
-        other = by_file.setdefault(file, own)
-        if other is not own:
+    for measurement in measurements:
+        questions = measurement.questions
+        file = name_file(measurement.model.name, measurement.label, questions.name, len(questions.questions))
+        other = by_file.setdefault(file, measurement)
+        if other is not measurement:
             raise ConfigError(
-                f"evaluate.sets.{questions.name}: the results of {own.model.name} on it and of {other.model.name} on "
-                f"{other.questions.name} would both be results/{file}: rename a set or a model"
+                f"evaluate.sets.{questions.name}: the results of {measurement.model.name} on it and of "
+                f"{other.model.name} on {other.questions.name} would both be results/{file}: rename a set or a model"
             )
 
 
@@ -185,10 +185,10 @@ def _plan_strategies(config: Config, model: LocalModel | EndpointModel, question
 
 def describe_engine(config: Config) -> str:
     """Return the settings of what computes answers, without those that have their default."""
-    own = {"rollout.engine": (config.rollout, "engine"), "model.dtype": (config.model, "dtype")}
+    engine_settings = {"rollout.engine": (config.rollout, "engine"), "model.dtype": (config.model, "dtype")}
     return " ".join(
         f"{setting}={value}"
-        for setting, (section, name) in own.items()
+        for setting, (section, name) in engine_settings.items()
         if (value := getattr(section, name)) != type(section).model_fields[name].default
     )
 

@@ -96,10 +96,10 @@ def load_questions(
             f"{section}.{name}: no reference answers ({_describe_key(settings)}) and no rewards: "
             "nothing can be measured"
         )
-    own = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
+    prompts_and_rows = [(prompt, rows[prompt.id]) for prompt in loaded.prompts]
     keys = number_repeated(loaded.prompts)
     questions, difficulties, lacking, n_of = [], set[str](), Counter[str](), Counter[str]()
-    for key, (prompt, row) in zip(keys, own, strict=True):
+    for key, (prompt, row) in zip(keys, prompts_and_rows, strict=True):
         difficulty = None
         if settings.difficulty is not None:
             difficulty = str(row.get(settings.difficulty, f"{section}.{name}.difficulty"))

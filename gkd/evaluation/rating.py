@@ -27,10 +27,13 @@ def score(
     """Return the scores of every question by its key, of all of its answers. Raises, and calls, as :func:`rate`."""
     if (settings := reward_settings(config, questions)) is not None:
         rewards = rate(settings, rated, attend)
-        rated = [replace(own, rewards=given) for own, given in zip(rated, rewards, strict=True)]
+        rated = [
+            replace(rated_answer, rewards=answer_rewards)
+            for rated_answer, answer_rewards in zip(rated, rewards, strict=True)
+        ]
     answers: dict[str, list[RatedAnswer]] = {question.key: [] for question in questions.questions}
-    for own in rated:
-        answers[own.question.key].append(own)
+    for rated_answer in rated:
+        answers[rated_answer.question.key].append(rated_answer)
     return {q.key: scores_of_question(q, questions.settings, answers[q.key]) for q in questions.questions}
 
 
@@ -69,10 +72,13 @@ def rate(
     """
     rewards = _evaluate(settings, rated, attend)
     for name in settings.functions:
-        if failures := describe_failures(settings, name, [own.get(name) for own in rewards]):
+        if failures := describe_failures(settings, name, [answer_rewards.get(name) for answer_rewards in rewards]):
             log.warning(failures)
     labels = settings.labels()
-    return [{labels[name]: value for name, value in own.items() if not isinstance(value, str)} for own in rewards]
+    return [
+        {labels[name]: value for name, value in answer_rewards.items() if not isinstance(value, str)}
+        for answer_rewards in rewards
+    ]
 
 
 def _evaluate(
@@ -81,11 +87,11 @@ def _evaluate(
     """Return what every function gave each answer that it applies to, or why it gave nothing."""
     pool = RewardPool(settings)
     try:
-        completions = [_completion(own) for own in rated]
+        completions = [_completion(rated_answer) for rated_answer in rated]
         futures = [pool.submit(completion) for completion in completions]
         of_question: dict[str, list[int]] = {}
-        for place, own in enumerate(rated):
-            of_question.setdefault(own.question.key, []).append(place)
+        for place, rated_answer in enumerate(rated):
+            of_question.setdefault(rated_answer.question.key, []).append(place)
         for places in of_question.values():
             group_rewards = pool.submit_group([completions[place] for place in places])
             for place, rewards in zip(places, group_rewards, strict=True):
@@ -95,8 +101,12 @@ def _evaluate(
             late = wait(late, ATTEND_EVERY_S).not_done
             attend()
         return [
-            {name: value for name, future in of_one.items() if (value := _result(future, own.question)) is not None}
-            for own, of_one in zip(rated, futures, strict=True)
+            {
+                name: value
+                for name, future in of_one.items()
+                if (value := _result(future, rated_answer.question)) is not None
+            }
+            for rated_answer, of_one in zip(rated, futures, strict=True)
         ]
     finally:
         pool.close()
@@ -110,22 +120,22 @@ def _result(reward: Future[Timed], question: Question) -> float | str | None:
         return f"question {question.prompt.id + 1}: {why}"
 
 
-def _completion(own: RatedAnswer) -> Completion:
+def _completion(rated_answer: RatedAnswer) -> Completion:
     """Return what is rated: the text of an answer, and not what a strategy sampled besides."""
-    n_tokens = math.nan if own.answered.n_tokens is None else own.answered.n_tokens
-    if own.answered.iterations > 1 and own.token_ids is not None:
-        n_tokens = len(own.token_ids)
+    n_tokens = math.nan if rated_answer.answered.n_tokens is None else rated_answer.answered.n_tokens
+    if rated_answer.answered.iterations > 1 and rated_answer.token_ids is not None:
+        n_tokens = len(rated_answer.token_ids)
     return Completion(
-        prompt=own.question.prompt.text,
-        response=own.answered.text,
-        answer=own.question.prompt.answer,
-        n_tokens=min(n_tokens, own.max_tokens),
-        max_tokens=own.max_tokens,
-        truncated=own.answered.truncated,
-        other_answers=own.question.prompt.other_answers,
-        columns=own.question.row,
-        messages=own.question.prompt.messages,
-        token_ids=own.token_ids,
-        step=own.step,
-        total_steps=own.total_steps,
+        prompt=rated_answer.question.prompt.text,
+        response=rated_answer.answered.text,
+        answer=rated_answer.question.prompt.answer,
+        n_tokens=min(n_tokens, rated_answer.max_tokens),
+        max_tokens=rated_answer.max_tokens,
+        truncated=rated_answer.answered.truncated,
+        other_answers=rated_answer.question.prompt.other_answers,
+        columns=rated_answer.question.row,
+        messages=rated_answer.question.prompt.messages,
+        token_ids=rated_answer.token_ids,
+        step=rated_answer.step,
+        total_steps=rated_answer.total_steps,
     )

@@ -48,6 +48,6 @@ def load_weights(weights: FurtherWeights, rollout: RolloutGroup, settings: Weigh
     Publisher(settings, torch.device("cpu"), weights.read).send(delivery)
     activity = f"loading the weights of {weights.name}"
     served = rollout.call_engines("weights.receive", push, timeout_s=limit, activity=activity, engines=engines)
-    for engine, its in served.items():
-        if its != version:
+    for engine, served_version in served.items():
+        if served_version != version:
             raise RunFailed(f"{rollout.group.reports[engine]} does not serve the weights of {weights.name}")

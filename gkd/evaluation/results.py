@@ -74,8 +74,8 @@ def read_results(path: Path) -> Results:
     try:
         scores = {str(name): Estimate(**parts) for name, parts in values["scores"].items()}
         questions = {
-            str(key): {str(name): _number(value) for name, value in own.items()}
-            for key, own in values["questions"].items()
+            str(key): {str(name): _number(value) for name, value in question_scores.items()}
+            for key, question_scores in values["questions"].items()
         }
         values |= {"scores": scores, "questions": questions}
         results = Results(**{name: values[name] for name in Results.__dataclass_fields__ if name in values})

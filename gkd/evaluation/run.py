@@ -82,7 +82,7 @@ def _generate_missing(
     """
     seed = config.trainer.seed
     missing = {m: jobs for m in range(len(measurements)) if (jobs := measurements[m].find_missing_jobs(log, seed))}
-    n_jobs = sum(len(own.jobs) for own in measurements)
+    n_jobs = sum(len(measurement.jobs) for measurement in measurements)
     n_missing = sum(map(len, missing.values()))
     if n_missing < n_jobs:
         out.print(f"{n_jobs - n_missing:,} of {n_jobs:,} answers are there already ({log.path})")
@@ -98,25 +98,27 @@ def _generate_missing(
     on_gpus = not isinstance(config.cluster.simulate_gpus, int) and installed_device() != "cpu"
     configs = [with_engines(config, [gpus_here(config)], model, on_gpus) for model in models]
     out.print("starting Ray and reserving GPUs")
-    with connect(max(configs, key=lambda own: own.rollout.n_workers)) as session:
+    with connect(max(configs, key=lambda candidate: candidate.rollout.n_workers)) as session:
         if session.directory is None:  # a cluster, with GPUs of its own
             free = [min(len(node.gpus), node.free_gpus) for node in read_nodes()]
             configs = [with_engines(config, free, model, on_gpus) for model in models]
         engines = _EvaluationEngines(session, out)
-        for (model, group), own in zip(groupby(missing, key=lambda m: measurements[m].model), configs, strict=True):
+        for (model, group), model_config in zip(
+            groupby(missing, key=lambda m: measurements[m].model), configs, strict=True
+        ):
             assert isinstance(model, LocalModel)
             indices = list(group)
             todo = [measurements[m] for m in indices]
             length = max(planned.sampling.max_tokens for planned in todo) + config.data.max_prompt_length
             try:
-                source = engines.load(own, model, min(length, model.info.positions or length))
+                source = engines.load(model_config, model, min(length, model.info.positions or length))
             except WeightsDeleted as why:
                 logging.getLogger("gkd").warning("%s is left out: %s", model.name, why)
                 deleted.update(indices)
                 continue
             for measurement in todo:
                 _ask(config, source, measurement, log, out)
-    return [own for m, own in enumerate(measurements) if m not in deleted]
+    return [measurement for m, measurement in enumerate(measurements) if m not in deleted]
 
 
 class _EvaluationEngines:
@@ -204,14 +206,14 @@ def _results(config: Config, measurement: Measurement, log: AnswerLog) -> Result
     questions, settings, sampling = measurement.questions, measurement.questions.settings, measurement.sampling
     jobs = measurement.jobs
     whole = [log.answers[measurement.key(job, config.trainer.seed)] for job in jobs]
-    answers = [replace(own, text=without_stop(own.text, sampling.stop)) for own in whole]
+    answers = [replace(answer, text=without_stop(answer.text, sampling.stop)) for answer in whole]
     is_plain, steps = measurement.label == DEFAULT_STRATEGY, config.trainer.total_steps  # which it has behind it
     rated = []
-    for job, own, sampled in zip(jobs, answers, whole, strict=True):
-        ids, is_reply = _token_ids(measurement, sampled.text), is_plain or own.truncated  # of a strategy, perhaps
-        rated.append(RatedAnswer(job.question, own, sampling.max_tokens, ids, steps, steps, is_reply))
+    for job, answer, sampled in zip(jobs, answers, whole, strict=True):
+        ids, is_reply = _token_ids(measurement, sampled.text), is_plain or answer.truncated  # of a strategy, perhaps
+        rated.append(RatedAnswer(job.question, answer, sampling.max_tokens, ids, steps, steps, is_reply))
     values = score(config, questions, rated)
-    seconds, n_tokens = sum(own.seconds for own in answers), add_up([own.n_tokens for own in answers])
+    seconds, n_tokens = sum(answer.seconds for answer in answers), add_up([answer.n_tokens for answer in answers])
     return Results(
         model=measurement.model.name,
         set=questions.name,

@@ -53,11 +53,11 @@ def scores_of_question(question: Question, settings: EvalSet, rated: Sequence[Ra
     A reward's mean is over the answers that it rated; one that rated none of them is left out, as are cost and length
     where they are not known of all.
     """
-    answers, n = [own.answered for own in rated], len(rated)
+    answers, n = [sample.answered for sample in rated], len(rated)
     values: dict[str, float] = {}
     if question.prompt.answers:
         # What a strategy has made of replies is whole; a reply goes on where the prompt ends.
-        right = [accuracy(own.answered.text, question.prompt, own.is_reply) for own in rated]
+        right = [accuracy(sample.answered.text, question.prompt, sample.is_reply) for sample in rated]
         values["accuracy"] = sum(right) / n
         if n > 1:
             values[f"avg@{n}"] = values["accuracy"]
@@ -65,11 +65,14 @@ def scores_of_question(question: Question, settings: EvalSet, rated: Sequence[Ra
             if k <= n:
                 values[f"pass@{k}"] = pass_at_k(n, round(sum(right)), k)
         if n > 1:
-            text, pairs = question.prompt.text, [(own.answered.text, own.is_reply) for own in rated]
-            stated = [final_answer(with_opened_reasoning(text, own) if is_reply else own) for own, is_reply in pairs]
+            text, pairs = question.prompt.text, [(sample.answered.text, sample.is_reply) for sample in rated]
+            stated = [
+                final_answer(with_opened_reasoning(text, response) if is_reply else response)
+                for response, is_reply in pairs
+            ]
             values[f"maj@{n}"] = majority_score(right, stated, is_same_answer)
-    for name in dict.fromkeys(name for own in rated for name in own.rewards):
-        rewards = [own.rewards[name] for own in rated if name in own.rewards]
+    for name in dict.fromkeys(name for sample in rated for name in sample.rewards):
+        rewards = [sample.rewards[name] for sample in rated if name in sample.rewards]
         values[f"reward/{name}"] = sum(rewards) / len(rewards)
     if (cost := add_up([answer.cost for answer in answers])) is not None:
         values["cost"] = cost / n
@@ -100,8 +103,11 @@ def final_answer(text: str) -> str | None:
 
 def means(values: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
     """Return the mean of every score over the questions that have it, with its error."""
-    names = dict.fromkeys(name for own in values for name in own)
-    return {name: estimate([own[name] for own in values if name in own]) for name in names}
+    names = dict.fromkeys(name for question_scores in values for name in question_scores)
+    return {
+        name: estimate([question_scores[name] for question_scores in values if name in question_scores])
+        for name in names
+    }
 
 
 def group_by_difficulty(
@@ -113,6 +119,6 @@ def group_by_difficulty(
         if question.difficulty is not None:
             groups.setdefault(question.difficulty, []).append(values[question.key])
     return {
-        name: {"n": len(own), "scores": {score: asdict(mean) for score, mean in means(own).items()}}
-        for name, own in sorted(groups.items())
+        name: {"n": len(group), "scores": {score: asdict(mean) for score, mean in means(group).items()}}
+        for name, group in sorted(groups.items())
     }

@@ -29,6 +29,6 @@ class SelfConsistency:
         """Answer one question; its samples are drawn beside each other."""
         pending = [generate(temperature=self.config.temperature) for _ in range(self.config.k)]
         replies = await asyncio.gather(*pending)
-        chosen = majority([final_answer(reply.conclusion) for reply in replies], is_same_answer)
-        text = replies[chosen[0] if chosen else 0].text
+        winners = majority([final_answer(reply.conclusion) for reply in replies], is_same_answer)
+        text = replies[winners[0] if winners else 0].text
         return Answer(text, sum(reply.n_tokens for reply in replies), self.config.k)

@@ -87,5 +87,5 @@ def majority_score(scores: Sequence[float], answers: Sequence[str | None], same:
 
     0 where no sample states an answer.
     """
-    chosen = majority(answers, same)
-    return math.fsum(scores[place] for place in chosen) / len(chosen) if chosen else 0.0
+    winners = majority(answers, same)
+    return math.fsum(scores[place] for place in winners) / len(winners) if winners else 0.0

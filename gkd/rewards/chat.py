@@ -135,7 +135,7 @@ class ChatModel:
             return repr(one_line(text)[:MOST_SHOWN])
         if len(text) > MOST_SHOWN:
             text = f"{text[:MOST_SHOWN]} ..."
-        kinds = [type(own).__name__ for own in (error, error.__cause__) if own is not None]
+        kinds = [type(exception).__name__ for exception in (error, error.__cause__) if exception is not None]
         text = one_line(": ".join([*kinds, *filter(None, [text])]))
         if getattr(error, "status_code", None) in NEEDS_KEY and not self._settings.key():
             variable = self._settings.api_key_env

@@ -132,18 +132,18 @@ def normalize_text(text: str) -> str:
 def is_same_answer(response: str, expected: str) -> bool:
     """Return whether two answers, without what marks them, are the same."""
     response, expected = _mark_unit(strip_markup(response)), _mark_unit(strip_markup(expected))
-    own, reference = normalize_text(response), normalize_text(expected)
-    if is_same_text(own, reference) or not own or max(len(own), len(reference)) > LONGEST:
-        return is_same_text(own, reference)
-    options = choice(own), choice(reference)
+    candidate, reference = normalize_text(response), normalize_text(expected)
+    if is_same_text(candidate, reference) or not candidate or max(len(candidate), len(reference)) > LONGEST:
+        return is_same_text(candidate, reference)
+    options = choice(candidate), choice(reference)
     if options[1] is not None:
-        return _is_same_choice(own, *options[1])
+        return _is_same_choice(candidate, *options[1])
     if options[0] is not None and options[0][1] and choice(options[0][1]) is None:
         return is_same_answer(options[0][1], expected)
     sides = [_exact_and_rounded(text) for text in (response, expected)]
     if sides != [[response], [expected]]:
         return any(is_same_answer(side, other) for side in sides[0] for other in sides[1])
-    return _is_same_mathematics(response, expected, own, reference)
+    return _is_same_mathematics(response, expected, candidate, reference)
 
 
 def _exact_and_rounded(text: str) -> list[str]:
@@ -168,15 +168,15 @@ def _is_rounded(value: Fraction, rounded: Fraction) -> bool:
     return abs(value - rounded) <= digit / 2
 
 
-def _is_same_mathematics(response: str, expected: str, own: str, reference: str) -> bool:
+def _is_same_mathematics(response: str, expected: str, candidate: str, reference: str) -> bool:
     """Return whether two answers, and what they are without text commands, are the same number, list or formula."""
-    numbers = number_of(own), number_of(reference)
+    numbers = number_of(candidate), number_of(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].agrees(numbers[1])
-    compounds = find_compound(own), find_compound(reference)
+    compounds = find_compound(candidate), find_compound(reference)
     if None not in compounds:
         return compounds[0] == compounds[1]
-    lists = _items(own), _items(reference)
+    lists = _items(candidate), _items(reference)
     if lists[0] is not None and lists[1] is not None:
         return _is_same_list(*lists[0], *lists[1])
     left, equals, right = response.rpartition("=")
@@ -197,12 +197,12 @@ def _spell_repeating(whole: str, fixed: str, period: str) -> str:
     return f"{int(whole + fixed or '0') * nines + int(period)}/{nines * 10 ** len(fixed)}"
 
 
-def is_same_text(own: str, reference: str) -> bool:
+def is_same_text(candidate: str, reference: str) -> bool:
     """Return whether texts are equal, of words also without regard to capitals."""
-    spelt = [re.sub(r"\\(?=(?:pi|sqrt)(?![a-zA-Z]))", "", text).casefold() for text in (own, reference)]
+    spelt = [re.sub(r"\\(?=(?:pi|sqrt)(?![a-zA-Z]))", "", text).casefold() for text in (candidate, reference)]
     words = all("\\" not in text and re.search(r"[^\W\d_]{2}", text) for text in spelt)
-    own, reference = (re.sub(r"(?!\s[-+][0-9])\s*([-+=<>])\s*", r"\1", text) for text in (own, reference))
-    return own == reference or (words and spelt[0] == spelt[1])
+    candidate, reference = (re.sub(r"(?!\s[-+][0-9])\s*([-+=<>])\s*", r"\1", text) for text in (candidate, reference))
+    return candidate == reference or (words and spelt[0] == spelt[1])
 
 
 def choice(text: str) -> tuple[str, str] | None:
@@ -211,12 +211,12 @@ def choice(text: str) -> tuple[str, str] | None:
     return match and (match[1] or match[2], match[3] or "")
 
 
-def _is_same_choice(own: str, letter: str, text: str) -> bool:
-    own = _BOLD.sub("", own)  # option **B**, **B)** Paris
-    if text and own.casefold() == text.casefold():
+def _is_same_choice(response: str, letter: str, text: str) -> bool:
+    response = _BOLD.sub("", response)  # option **B**, **B)** Paris
+    if text and response.casefold() == text.casefold():
         return True
-    match = _CHOICE.match(own)
-    if match is None or match["letter"].upper() != letter or _OTHER_CHOICE.search(own[match.end("letter") + 1 :]):
+    match = _CHOICE.match(response)
+    if match is None or match["letter"].upper() != letter or _OTHER_CHOICE.search(response[match.end("letter") + 1 :]):
         return False
     rest = (match["rest"] or "").strip()
     if _REJECTION.match(rest):
@@ -245,22 +245,22 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     return (brackets, [item.strip() for item in items]) if len(items) > 1 else None
 
 
-def _is_same_list(own_brackets: str, own: list[str], brackets: str, reference: list[str]) -> bool:
+def _is_same_list(own_brackets: str, candidate: list[str], brackets: str, reference: list[str]) -> bool:
     """Return whether lists are equal: in order where they have brackets, or one of them names what it lists.
 
     That is x = 1, y = 2. Brackets but those of sets count where the reference has them.
     """
     allowed = _IN_ANY_ORDER if brackets in ("{}", "±") else {brackets} if brackets else {"()", "[]", *_IN_ANY_ORDER}
-    names = _names(own), _names(reference)
-    if brackets == "()" and own_brackets == "" and len(names[0]) == len(own) and not names[1]:
+    names = _names(candidate), _names(reference)
+    if brackets == "()" and own_brackets == "" and len(names[0]) == len(candidate) and not names[1]:
         own_brackets = "()"  # x = 1, y = 2 is the point (1, 2)
-    if len(own) != len(reference) or own_brackets not in allowed:
+    if len(candidate) != len(reference) or own_brackets not in allowed:
         return False
-    both = len(names[0]) == len(names[1]) == len(own) == len(reference)  # each under a name of its own
-    if own_brackets not in _IN_ANY_ORDER or (not both and any(len(its) > 1 for its in names)):
-        return all(map(is_same_answer, own, reference))
+    both = len(names[0]) == len(names[1]) == len(candidate) == len(reference)  # each under a name of its own
+    if own_brackets not in _IN_ANY_ORDER or (not both and any(len(side_names) > 1 for side_names in names)):
+        return all(map(is_same_answer, candidate, reference))
     left = list(reference)
-    for item in own:
+    for item in candidate:
         match = next((i for i, other in enumerate(left) if is_same_answer(item, other)), None)
         if match is None:
             return False
@@ -289,27 +289,27 @@ def is_formula(text: str) -> bool:
     return not words and bool(_OPERATOR.search(text)) and not re.search(r"(?<!_)\d\s+[\d.]", text)
 
 
-def _is_same_formula(own: str, reference: str) -> bool:
-    if not (is_formula(own) and is_formula(reference)):
+def _is_same_formula(candidate: str, reference: str) -> bool:
+    if not (is_formula(candidate) and is_formula(reference)):
         return False
-    texts = [" ".join(_TEXT.findall(text)).lower() for text in (own, reference)]
+    texts = [" ".join(_TEXT.findall(text)).lower() for text in (candidate, reference)]
     scales = [SCALES.keys() & text.split() for text in texts]
     bases = [
         [base.strip("{()} ") for base in _BASE.findall(_TEXT.sub(lambda match: match[1], text))]
-        for text in (own, reference)
+        for text in (candidate, reference)
     ]  # 25 in base 8 is not 25
-    times = [_TIME.findall(text) for text in (own, reference)]  # 10:30 is no 4:12, as quotients they are equal
+    times = [_TIME.findall(text) for text in (candidate, reference)]  # 10:30 is no 4:12, as quotients they are equal
     if not units_agree(*texts) or scales[0] != scales[1] or bases[0] != bases[1] or times[0] != times[1]:
         return False
-    own, reference = _without_unit(own), _without_unit(reference)
+    candidate, reference = _without_unit(candidate), _without_unit(reference)
     if (joined := _find_joined(reference)) is not None:
-        return _find_joined(own) == joined
-    ratios = _find_ratio(own), _find_ratio(reference)
+        return _find_joined(candidate) == joined
+    ratios = _find_ratio(candidate), _find_ratio(reference)
     if ratios[0] and ratios[1]:
         return _is_same_ratio(ratios[0], ratios[1])
-    own, reference = _as_latex(own), _as_latex(reference)
-    spelt_alike = re.sub("(?<!,) ", "", own) == re.sub("(?<!,) ", "", reference)
-    return spelt_alike or are_math_equal(*_tell_cases_apart(own, reference))
+    candidate, reference = _as_latex(candidate), _as_latex(reference)
+    spelt_alike = re.sub("(?<!,) ", "", candidate) == re.sub("(?<!,) ", "", reference)
+    return spelt_alike or are_math_equal(*_tell_cases_apart(candidate, reference))
 
 
 def _tell_cases_apart(*formulas: str) -> list[str]:
@@ -318,7 +318,7 @@ def _tell_cases_apart(*formulas: str) -> list[str]:
     To math-verify both are one variable.
     """
     letters = [{match["letter"] for match in _LETTERS.finditer(formula)} - {None} for formula in formulas]
-    capitals = sorted({c for its in letters for c in its if c.isupper() and c.lower() in its})
+    capitals = sorted({c for alphabet in letters for c in alphabet if c.isupper() and c.lower() in alphabet})
     free = [name for name in _GREEK if not any(name in formula for formula in formulas)]
     names = {capital: f"\\{name} " for capital, name in zip(capitals, free, strict=False)}
     return [_LETTERS.sub(lambda match: names.get(match["letter"], match[0]), formula) for formula in formulas]
@@ -345,15 +345,15 @@ def _find_ratio(text: str) -> list[str]:
     return parts if len(parts) > 2 and all(parts) else []
 
 
-def _is_same_ratio(own: list[str], reference: list[str]) -> bool:
+def _is_same_ratio(candidate: list[str], reference: list[str]) -> bool:
     """Return whether a : b : c is the other, up to one factor."""
     place = next((i for i, part in enumerate(reference) if part.strip("0.")), 0)  # of one that is not 0
-    if len(own) != len(reference) or not own[place].strip("0."):
+    if len(candidate) != len(reference) or not candidate[place].strip("0."):
         return False
-    by = reference[place], own[place]
+    by = reference[place], candidate[place]
     products = [
         [f"({_as_latex(a)}) \\cdot ({_as_latex(b)})" for a, b in zip(pair, by, strict=True)]
-        for pair in zip(own, reference, strict=True)
+        for pair in zip(candidate, reference, strict=True)
     ]
     return all(are_math_equal(*pair) for pair in products)
 

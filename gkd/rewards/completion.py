@@ -65,9 +65,9 @@ def without_stop(text: str, stops: Sequence[str]) -> str:
     endpoints do not. It stays elsewhere: a strategy may put replies together, of which each has it.
     """
     for stop in stops:
-        kept, _, rest = text.rpartition(stop)
+        response, _, rest = text.rpartition(stop)
         if stop in text and not stop.startswith(("</", "```")) and not rest.strip():
-            return kept
+            return response
     return text
 
 

@@ -247,15 +247,15 @@ def _compare(response: str, answer: str) -> bool:
     from math_verify import verify
 
     is_complex = _may_be_complex(response) and _may_be_complex(answer)
-    (own, numbers), (gold, expected) = _read(response, is_complex), _read(answer, is_complex)
+    (candidate, numbers), (gold, expected) = _read(response, is_complex), _read(answer, is_complex)
     # Numbers that differ save a proof, which takes sympy a tenth of a second; and math-verify rounds small ones to 0.
     if numbers and expected and numbers.differ(expected):
         return False
-    if not (gold and verify(gold, own, allow_set_relation_comp=True, timeout_seconds=None)):
+    if not (gold and verify(gold, candidate, allow_set_relation_comp=True, timeout_seconds=None)):
         return False
-    if type(own[0]) is not type(gold[0]) or (expected and expected.values):
+    if type(candidate[0]) is not type(gold[0]) or (expected and expected.values):
         return True
-    return _have_same_sides(own[0], gold[0]) or not _states_nothing(gold[0])
+    return _have_same_sides(candidate[0], gold[0]) or not _states_nothing(gold[0])
 
 
 def _states_nothing(answer: Any) -> bool:
@@ -273,25 +273,25 @@ def _states_nothing(answer: Any) -> bool:
         return True
 
 
-def _have_same_sides(own: Any, gold: Any) -> bool:
+def _have_same_sides(candidate: Any, gold: Any) -> bool:
     """Return whether two equations have the same sides, on whichever side, or are multiples of each other."""
     from math_verify import verify
     from sympy import Eq, simplify
 
-    if not (isinstance(own, Eq) and isinstance(gold, Eq)):
+    if not (isinstance(candidate, Eq) and isinstance(gold, Eq)):
         return False
 
     def is_same(one: Any, other: Any) -> bool:
         return bool(verify(one, other, timeout_seconds=None))
 
-    sides = [(own.lhs, own.rhs), (own.rhs, own.lhs)]
+    sides = [(candidate.lhs, candidate.rhs), (candidate.rhs, candidate.lhs)]
     if any(is_same(gold.lhs, left) and is_same(gold.rhs, right) for left, right in sides):
         return True
     try:
         difference = gold.lhs - gold.rhs
         if not difference.free_symbols or is_same(difference, difference * 0):
             return False
-        ratio = simplify(difference / (own.lhs - own.rhs))
+        ratio = simplify(difference / (candidate.lhs - candidate.rhs))
         return bool(ratio.is_number and ratio.is_finite and ratio != 0)
     except Exception:  # of matrices
         return False

@@ -78,11 +78,13 @@ class RewardPool:
         futures: list[dict[str, Future[Timed]]] = [{name: Future() for name in names} for _ in group]
         with self._changed:
             if self._closed:  # nobody takes it any more
-                for future in [future for own in futures for future in own.values()]:
+                for future in [future for sample_futures in futures for future in sample_futures.values()]:
                     future.set_exception(RewardError("CancelledError: the rewards are no longer computed"))
                 return futures
             for name in names:
-                self._waiting[name].append(RewardCall(next(self._numbers), name, group, [own[name] for own in futures]))
+                self._waiting[name].append(
+                    RewardCall(next(self._numbers), name, group, [sample_futures[name] for sample_futures in futures])
+                )
             self._changed.notify_all()
         return futures
 
@@ -178,9 +180,9 @@ class RewardPool:
 
     def _is_to_turn(self, name: str) -> bool:
         """Return whether one of those who evaluate ``name`` is to turn to what nobody evaluates."""
-        others = [its for its in self._names if its != name]
+        others = [other for other in self._names if other != name]
         if self._turning is not None or any(
-            self._n_at_work[its] and not self._settings.is_async(its) for its in others
+            self._n_at_work[other] and not self._settings.is_async(other) for other in others
         ):
             return False  # one that evaluates single calls comes round to it
-        return any(self._waiting[its] and not self._n_at_work[its] for its in others)
+        return any(self._waiting[other] and not self._n_at_work[other] for other in others)

@@ -124,7 +124,7 @@ class RewardProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, child_end = multiprocessing.Pipe()
         # A process that is stopped reads nothing, and a long completion would be waited for here.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_TIMEOUT_S, 0))
@@ -132,9 +132,9 @@ class RewardProcess:
         self._directory = tempfile.mkdtemp(prefix="gkd-rewards-", dir=self._temporary)
         # multiprocessing would have it run the main module first: a user's script from Python, once more.
         path = [entry for entry in sys.path if isinstance(entry, str)]  # others, such as a Path, Python leaves out, too
-        arguments = [sys.executable, "-c", _PROGRAM, json.dumps(path), str(theirs.fileno())]
-        with theirs:  # closed here, so that reading ends when the process does; which another thread may end
-            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        arguments = [sys.executable, "-c", _PROGRAM, json.dumps(path), str(child_end.fileno())]
+        with child_end:  # closed here, so that reading ends when the process does; which another thread may end
+            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
         with suppress(OSError):  # it has ended, which is found when it is to answer
             self._connection.send((self._settings.model_dump(), self._directory))
         self._greeted = False

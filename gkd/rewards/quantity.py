@@ -87,7 +87,7 @@ def quantity(text: str) -> Quantity | None:
     return Quantity(sign * value, match["percent"] in ("%", "percent"), " ".join(words))
 
 
-def units_agree(own: str, expected: str) -> bool:
+def units_agree(candidate: str, expected: str) -> bool:
     """Return whether one of two units is missing, or is how the other begins: "clips" and "clips in total"."""
-    parts = [[word.rstrip("s") for word in unit.split()] for unit in (own, expected)]
+    parts = [[word.rstrip("s") for word in unit.split()] for unit in (candidate, expected)]
     return all(a == b for a, b in zip(*parts, strict=False))

@@ -94,14 +94,14 @@ class Sandbox:
         return code or 1
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
+        self._control, child_end = socket.socketpair()
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-B", sandboxed.__file__, str(theirs.fileno()), *self._limits],
+                [sys.executable, "-I", "-B", sandboxed.__file__, str(child_end.fileno()), *self._limits],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 cwd=self._directory,
                 env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,

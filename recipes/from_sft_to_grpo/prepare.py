@@ -64,12 +64,12 @@ def _shares(name: str, thing: str, draw: Callable[[int, int], int]) -> Problem:
 
 def problems(n: int, seed: int, other_than: frozenset[str] = frozenset()) -> Iterator[Problem]:
     """Yield ``n`` different problems, none of whose questions is among ``other_than``."""
-    rng, seen = random.Random(seed), set(other_than)
+    rng, questions = random.Random(seed), set(other_than)
     while n:
         kind = rng.choice((_buys, _boxes, _shares))
         question, answer = kind(rng.choice(NAMES), rng.choice(THINGS), rng.randint)
-        if question not in seen:
-            seen.add(question)
+        if question not in questions:
+            questions.add(question)
             n -= 1
             yield question, answer
 

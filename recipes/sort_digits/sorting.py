@@ -109,11 +109,11 @@ def _draw_distinct(rng: np.random.Generator, digits: int, split: Split, n_exampl
             if split_of(row) == split:
                 yield row
         return
-    seen: set[bytes] = set()
+    previous_rows: set[bytes] = set()
     while True:
         for row in draw(rng, 1000, digits, split):
-            if row.tobytes() not in seen:
-                seen.add(row.tobytes())
+            if row.tobytes() not in previous_rows:
+                previous_rows.add(row.tobytes())
                 yield row
 
 

@@ -162,7 +162,7 @@ def test_a_gpu_that_was_left_out_is_no_trouble(
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 15555)):
-        (finding,) = of_level(system.check_ports(own=False), "warning")
+        (finding,) = of_level(system.check_ports(has_cluster=False), "warning")
         assert finding.observation.startswith("15555 (") and "teacher" in finding.observation
 
 

@@ -118,13 +118,15 @@ def check_bytecode() -> Iterator[Finding]:
     sources = {name: file for name in LARGE if (file := _find_package(name)) is not None}
     files = {name: Path(cache_from_source(str(source))) for name, source in sources.items()}
     lacking = [name for name, file in files.items() if not file.is_file()]
-    kept = [name for name in lacking if sys.dont_write_bytecode or not os.access(find_existing(files[name]), os.W_OK)]
-    if kept:
+    packages = [
+        name for name in lacking if sys.dont_write_bytecode or not os.access(find_existing(files[name]), os.W_OK)
+    ]
+    if packages:
         reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directories are read-only"
-        folders = " ".join(sorted({str(sources[name].parent.parent) for name in kept}))
+        folders = " ".join(sorted({str(sources[name].parent.parent) for name in packages}))
         yield warn(
             "bytecode",
-            f"{', '.join(kept)} have none and {reason}: every process of every run compiles them anew, which can "
+            f"{', '.join(packages)} have none and {reason}: every process of every run compiles them anew, which can "
             "double the time until the first step",
             f"{sys.executable} -m compileall -q {folders}",
         )

@@ -19,14 +19,17 @@ NCCL_SHM = 1 * GIB
 FEW_FILES, TOO_FEW_FILES, FEW_PROCESSES = 8192, 1024, 4096
 
 
-def check_ports(own: bool) -> Iterator[Finding]:
-    """Check the ports that programs of this project listen on by default; ``own``: a cluster was started here."""
-    busy_ports = [port for port in PORTS if not own and not is_free(port)]
+def check_ports(has_cluster: bool) -> Iterator[Finding]:
+    """Check the ports that programs of this project listen on by default.
+
+    ``has_cluster``: a cluster was started here.
+    """
+    busy_ports = [port for port in PORTS if not has_cluster and not is_free(port)]
     for port in busy_ports:
         yield warn("ports", f"{port} ({PORTS[port]}) is taken by another program", "choose another where you start it")
     if not busy_ports:
         yield confirm(
-            "ports", "in use by the cluster started here" if own else f"{', '.join(map(str, PORTS))} are free"
+            "ports", "in use by the cluster started here" if has_cluster else f"{', '.join(map(str, PORTS))} are free"
         )
 
 

@@ -73,10 +73,10 @@ def _reap() -> None:
 def _end_servers() -> None:
     """Terminate the raylet, and then the others; whoever stops the node kills what is left."""
     for is_raylet, wait_s in ((True, RAYLET_S), (False, 1.0)):
-        chosen = []
+        servers = []
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
                 if (child.name() == "raylet") == is_raylet:
                     child.terminate()
-                    chosen.append(child)
-        psutil.wait_procs(chosen, timeout=wait_s)
+                    servers.append(child)
+        psutil.wait_procs(servers, timeout=wait_s)

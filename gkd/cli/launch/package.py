@@ -29,8 +29,11 @@ def pack(directory: Path, target: Path, further: Mapping[Path, Path] | None = No
     without: list[str] = []
     folders = [(directory, directory, LEFT_OUT_AT_TOP)]
     if not (directory / "gkd" / "__init__.py").is_file():
-        own = Path(__file__).parents[2]
-        folders += [(folder, own.parent, set()) for folder in (own, own.parent / "conf", *_task_folders(own))]
+        gkd_folder = Path(__file__).parents[2]
+        folders += [
+            (folder, gkd_folder.parent, set())
+            for folder in (gkd_folder, gkd_folder.parent / "conf", *_task_folders(gkd_folder))
+        ]
     n_bytes: Counter[str] = Counter()
     for folder, top, left_out in folders:
         for path in _files(folder, left_out, without):
@@ -46,11 +49,11 @@ def pack(directory: Path, target: Path, further: Mapping[Path, Path] | None = No
     return len(sources), sorted(without)
 
 
-def _task_folders(own: Path) -> list[Path]:
-    """Return the folders of built-in tasks outside of ``own``, where a checkout has its recipes."""
+def _task_folders(gkd_folder: Path) -> list[Path]:
+    """Return the folders of built-in tasks outside of ``gkd_folder``, where a checkout has its recipes."""
     specs = [find_spec(entry.partition(":")[0]) for entry in TASKS.entries.values()]
     folders = {Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None}
-    return sorted(folder for folder in folders if not folder.is_relative_to(own))
+    return sorted(folder for folder in folders if not folder.is_relative_to(gkd_folder))
 
 
 def is_packed(file: Path, directory: Path) -> bool:
