@@ -37,8 +37,8 @@ class DirectoryIdentity:
     @classmethod
     def of(cls, path: Path) -> DirectoryIdentity:
         """Return the directory that is at ``path`` now."""
-        its = path.stat()
-        return cls(path, its.st_dev, its.st_ino)
+        status = path.stat()
+        return cls(path, status.st_dev, status.st_ino)
 
     @property
     def is_there(self) -> bool:
@@ -51,10 +51,10 @@ class DirectoryIdentity:
     def describe_change(self) -> str | None:
         """Return that it is not there any more; None where it is. Raises OSError where that cannot be seen."""
         try:
-            its = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return f"{self.path} was moved or deleted while the run went on"
-        same = (its.st_dev, its.st_ino) == (self.device, self.inode)
+        same = (status.st_dev, status.st_ino) == (self.device, self.inode)
         return None if same else f"{self.path} was moved while the run went on, and another directory is there now"
 
 

@@ -74,9 +74,9 @@ def _read(name: str) -> Iterator[str]:
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]  # number, kinds, group
     except OSError:
         lines = []
-    own = next((group for _, kinds, group in lines if kind in kinds.split(",")), "")
+    group_path = next((group for _, kinds, group in lines if kind in kinds.split(",")), "")
     top = GROUPS / kind
-    inner = top / own.lstrip("/")
+    inner = top / group_path.lstrip("/")
     for folder in (inner, *inner.parents):
         if folder.is_relative_to(top) and (folder / file).is_file():
             yield (folder / file).read_text().strip()

@@ -40,24 +40,24 @@ def start(config: Config, inputs: Inputs, placement: Placement) -> Parts:
     limit, groups = config.cluster.start_timeout_s, placement.groups
     require_engines_run(config, groups)
     engines = Engines.from_group(groups["rollout"], config.rollout.tensor_parallel_size, limit)
-    rollout, own = engines.leaders, RolloutEngines(config, inputs, placement, engines)
+    rollout, samplers = engines.leaders, RolloutEngines(config, inputs, placement, engines)
     colocation = Colocation()
     actor = ActorGroup(groups["actor"], config, inputs.student, partial(placement.restart, "actor"), colocation)
     scorers = Scorers.from_groups(config, inputs, groups, rollout)
     builds: dict[str, Callable[[], list[PendingCall]]] = {
         "actor": lambda: [actor.submit_build()],
-        "rollout": own.build,
+        "rollout": samplers.build,
         **scorers.builds(),
     }
     is_loaded = _build_workers(builds, groups, actor, limit)
-    followers = [own.bind() for own in (engines, *scorers.engines.values())]
+    followers = [group_engines.bind() for group_engines in (engines, *scorers.engines.values())]
     clients = scorers.client_arguments(len(rollout))
     scorer_watch = scorers.watch(placement, clients)
     teachers = {name: ScoringClient(**arguments) for name, arguments in clients.items() if name.startswith("teacher")}
     for client in teachers.values():
         client.connect()
     rollout.control("pipeline.connect", clients, timeout_s=limit, activity="connecting to the models that score")
-    require, restart_policy = placement.session.require_control, own.make_restart_policy(clients, scorer_watch)
+    require, restart_policy = placement.session.require_control, samplers.make_restart_policy(clients, scorer_watch)
     rollout_group = RolloutGroup(
         rollout, config, scorer_watch, colocation, followers, require, restart_policy, teachers
     )
@@ -93,17 +93,17 @@ def _build_workers(
 
     It reads that beside the engines where none is on its GPUs: vLLM measures what is free, and some are to sleep first.
     """
-    own = {uuid for report in groups["actor"].reports for uuid in report.gpu_uuids}
+    actor_gpus = {uuid for report in groups["actor"].reports for uuid in report.gpu_uuids}
     others = {
         uuid for name in builds if name != "actor" for report in groups[name].reports for uuid in report.gpu_uuids
     }
     in_waves, loading = waves({name: groups[name] for name in builds}), list[PendingCall]()
     for wave in in_waves:
         calls = {name: builds[name]() for name in wave}
-        if "actor" in calls and not own & others:
+        if "actor" in calls and not actor_gpus & others:
             gather(calls.pop("actor"), limit, announce_s=ANNOUNCE_S)
             loading = [actor.submit_load()]
-        pending = [call for its in calls.values() for call in its]
+        pending = [call for group_calls in calls.values() for call in group_calls]
         gather([*pending, *(loading if wave is in_waves[-1] else ())], limit, announce_s=ANNOUNCE_S)
     return bool(loading)
 
@@ -116,10 +116,10 @@ def waves(groups: Mapping[str, Group]) -> list[list[str]]:
     """
     waves: list[list[str]] = [[]]
     for name, group in groups.items():
-        own = {uuid for r in group.reports if r.device == "cuda" and name != "actor" for uuid in r.gpu_uuids}
+        gpus = {uuid for r in group.reports if r.device == "cuda" and name != "actor" for uuid in r.gpu_uuids}
         for wave in waves:
             others = {uuid for other in wave for r in groups[other].reports for uuid in r.gpu_uuids if other != "actor"}
-            if not own & others:
+            if not gpus & others:
                 wave.append(name)
                 break
         else:

@@ -113,7 +113,7 @@ class RunFiles:
         """
         if self.is_finished or self.failure is not None:
             return False
-        pids = [pid for its in self.pids().values() for pid in its]
+        pids = [pid for group_pids in self.pids().values() for pid in group_pids]
         if not pids or any(psutil.pid_exists(pid) for pid in pids) or is_held(self.path):
             return False
         written = [file.stat().st_mtime for name in WRITTEN if (file := self.path / name).exists()]
@@ -185,12 +185,12 @@ class RunFiles:
 
     def pids(self) -> dict[str, list[int]]:
         """Return the processes on this machine by group; those of other machines have pids of programs here."""
-        own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+        local_ips = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
         pids: dict[str, list[int]] = {}
         for row in self.placement():
-            its = pids.setdefault(row["group"], [])
-            if row["node"].partition("/")[0] in own:  # behind it is the Ray node, where several share an address
-                its.append(row["pid"])
+            group_pids = pids.setdefault(row["group"], [])
+            if row["node"].partition("/")[0] in local_ips:  # behind it is the Ray node, where several share an address
+                group_pids.append(row["pid"])
         return pids
 
     def groups_on(self, uuid: str) -> list[str]:

@@ -102,18 +102,18 @@ class Timeline:
             self._read(step)
 
     def add(
-        self, step: int, stages: StepStages, reports: Iterable[WorkerReport], own: Iterable[ActivitySpan] = ()
+        self, step: int, stages: StepStages, reports: Iterable[WorkerReport], driver_spans: Iterable[ActivitySpan] = ()
     ) -> dict[str, float]:
-        """Add a step, by what the workers state of themselves after it, and what the driver did by its ``own`` spans.
+        """Add a step, by what the workers state of themselves after it, and what the driver did by ``driver_spans``.
 
         Returns perf/busy/GROUP, the share of the step in which the group's workers did something, and
         perf/waits_for/GROUP, the share in which workers (of all groups, on average) did nothing because of the group,
         or of the driver.
         """
         new = {f"{report.worker.group} {report.worker.rank}": self._spans(report) for report in reports}
-        lanes = [*new.items(), (DRIVER, list(own))]
-        spans = {lane: [*self._begun.get(lane, ()), *its] for lane, its in lanes}
-        self._begun = {lane: [span for span in its if span.end > stages.end] for lane, its in lanes}
+        lanes = [*new.items(), (DRIVER, list(driver_spans))]
+        spans = {lane: [*self._begun.get(lane, ()), *lane_spans] for lane, lane_spans in lanes}
+        self._begun = {lane: [span for span in lane_spans if span.end > stages.end] for lane, lane_spans in lanes}
         if abs(stages.start - self._ended) < SHORTEST_S:  # one moment, of which two clocks were read twice
             stages = dataclasses.replace(stages, start=self._ended)
         self._ended, length = stages.end, max(stages.end - stages.start, 1e-9)
@@ -124,10 +124,12 @@ class Timeline:
         pace = _find_slowest_scorer(spans, stages) or self._elsewhere
         drivers = [span for span in spans.pop(DRIVER) if span.name in DRIVERS_WORK]
         alone = _find_alone(drivers, chain(*spans.values()), stages)
-        for lane, its in spans.items():
+        for lane, lane_spans in spans.items():
             group = lane.rpartition(" ")[0]
             events += [self._event(lane, s.name, s.start, s.end, stages.step_of(s, step), s.version) for s in new[lane]]
-            idle = list(_find_idle([*its, *alone], stages)) + [("driver", span.start, span.end) for span in alone]
+            idle = list(_find_idle([*lane_spans, *alone], stages)) + [
+                ("driver", span.start, span.end) for span in alone
+            ]
             busy[group].append(1.0 - sum(b - a for _, a, b in idle) / length)
             for stage, start, end in idle:
                 group_behind, cause = (pace, pace) if stage == "score" else CAUSES[stage]
@@ -190,7 +192,9 @@ class Timeline:
         ahead = [self._seconds_ahead(node) for node in nodes]
         if not any(ahead):
             return samples
-        times = [(its.generated_s - ahead[its.worker], its.scored_s - ahead[its.worker]) for its in samples]
+        times = [
+            (sample.generated_s - ahead[sample.worker], sample.scored_s - ahead[sample.worker]) for sample in samples
+        ]
         return [
             dataclasses.replace(sample, generated_s=generated, scored_s=scored)
             for sample, (generated, scored) in zip(samples, times, strict=True)
@@ -277,8 +281,8 @@ def _find_alone(
 def _find_slowest_scorer(spans: Mapping[str, Sequence[ActivitySpan]], stages: StepStages) -> str:
     """Return the group whose workers were busy last before the batch was scored; empty without any."""
     last = {
-        lane.rpartition(" ")[0]: max((s.end for s in its if s.start <= stages.scored), default=0.0)
-        for lane, its in spans.items()
+        lane.rpartition(" ")[0]: max((s.end for s in lane_spans if s.start <= stages.scored), default=0.0)
+        for lane, lane_spans in spans.items()
         if lane.rpartition(" ")[0] in SCORERS
     }
     return max(last, key=lambda group: last[group], default="")

@@ -33,8 +33,8 @@ class Watcher:
         """Warn of what is wrong with a step, or with all of the last ones."""
         equal = metrics.get("advantage/mean") == metrics.get("advantage/std") == 0.0
         self._n_without = self._n_without + 1 if equal else 0
-        own = warnings(self.config, self.device, metrics, self.n_unsampled)
-        for name, text in (*own, *self._warn_of_no_advantage(metrics)):
+        step_warnings = warnings(self.config, self.device, metrics, self.n_unsampled)
+        for name, text in (*step_warnings, *self._warn_of_no_advantage(metrics)):
             if step - self._warned_at.get(name, -AGAIN_AFTER) >= AGAIN_AFTER:
                 self._warned_at[name] = step
                 log.warning("step %d: %s", step, text, extra={"step": step, "metric": name})

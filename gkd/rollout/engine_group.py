@@ -138,11 +138,11 @@ class EngineGroup(WatchedGroup):
 
     def _expect_scorers(self, expected: Iterable[ExpectedReplica], engines: Sequence[int]) -> None:
         """Have clients wait for scorers that are being started, and prefer others to those that are suspect."""
-        for its in expected:
+        for replica in expected:
             for engine in engines:
-                self.group.workers[engine].control.remote("pipeline.expect_scorer", *its)
-            if its.model in self._clients:
-                self._clients[its.model].expect(its.name, its.within_s, its.address, its.suspect)
+                self.group.workers[engine].control.remote("pipeline.expect_scorer", *replica)
+            if replica.model in self._clients:
+                self._clients[replica.model].expect(replica.name, replica.within_s, replica.address, replica.suspect)
 
     def _warn_of_followers(self) -> None:
         """Name the parts of engines that have failed, which is why their leaders end."""

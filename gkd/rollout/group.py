@@ -196,7 +196,7 @@ class RolloutGroup:
         loads = {engine: self._dispatcher.load(engine) for engine in self._dispatcher.at_work}
         scoring = {engine: len(held) - loads[engine] for engine, held in self._dispatcher.at_work.items()}
         health = [self.engines.fleet.health(i).name.lower() for i in range(len(self.group))]
-        rows = [EngineQueue(i, its, loads.get(i, 0), scoring.get(i, 0)) for i, its in enumerate(health)]
+        rows = [EngineQueue(i, state, loads.get(i, 0), scoring.get(i, 0)) for i, state in enumerate(health)]
         return Queues(time.time(), self._dispatcher.n_waiting, self._dispatcher.capacity, rows)
 
     def _hand_out(self) -> None:

@@ -87,8 +87,8 @@ class ScoringPipeline:
             self._score_by_rewards(pending)
         if (group := self._join_group(pending)) is None:
             return
-        futures: list[Future[Any]] = [future for own in group for future in own.models.values()]
-        futures += [future for own in group for future in own.rewards.values()]
+        futures: list[Future[Any]] = [future for member in group for future in member.models.values()]
+        futures += [future for member in group for future in member.rewards.values()]
         if not futures:
             self._hand_on(group)
             return
@@ -126,11 +126,11 @@ class ScoringPipeline:
         if len(group) < request.scoring.group_size:
             return None
         del self._groups[request.key - request.index]
-        group.sort(key=lambda own: own.sample.request.index)
-        completions = [own.completion for own in group if own.completion is not None]
+        group.sort(key=lambda member: member.sample.request.index)
+        completions = [member.completion for member in group if member.completion is not None]
         if self._rewards is not None and completions:
-            for own, rewards in zip(group, self._rewards.submit_group(completions), strict=True):
-                own.rewards |= rewards
+            for member, rewards in zip(group, self._rewards.submit_group(completions), strict=True):
+                member.rewards |= rewards
         return group
 
     def _score_by_models(self, pending: _Pending) -> None:
@@ -192,9 +192,9 @@ class ScoringPipeline:
 
     def _hand_on(self, group: Sequence[_Pending]) -> None:
         """Hand on samples that are scored, or the error of a model that could not."""
-        models = [future for own in group for future in own.models.values()]
+        models = [future for member in group for future in member.models.values()]
         failures = [error for error in (future.exception() for future in models) if error is not None]
-        self._deliver(failures[0] if failures else [self._combine(own) for own in group])
+        self._deliver(failures[0] if failures else [self._combine(member) for member in group])
 
     def _combine(self, pending: _Pending) -> SampleAndArrays:
         sample = pending.sample

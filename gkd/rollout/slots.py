@@ -53,7 +53,7 @@ class Slots:
         """
         with self._lock:
             order = max(self._undelivered[key] for key in keys)
-            missing = any(its <= order for key, its in self._undelivered.items() if key not in keys)
+            missing = any(other_order <= order for key, other_order in self._undelivered.items() if key not in keys)
             return missing and len(self._occupied) < self._capacity
 
     def _take_announced(self) -> tuple[int, ...]:

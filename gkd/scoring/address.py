@@ -82,7 +82,7 @@ def has_only_ipv6(host: str) -> bool:
     addresses and listens on IPv4. May take seconds where names are looked up on a network.
     """
     try:
-        return {its[0] for its in getaddrinfo(host, None, type=SOCK_STREAM)} == {AF_INET6}
+        return {info[0] for info in getaddrinfo(host, None, type=SOCK_STREAM)} == {AF_INET6}
     except (OSError, UnicodeError):
         return False
 

@@ -277,7 +277,7 @@ class Dispatcher:
 
     def _note_loss(self, replica: Replica, reason: str) -> None:
         self._lost[replica.name] = reason
-        policy, others = self._retry_policy, sum(its.welcome is not None for its in self.replicas if its is not replica)
+        policy, others = self._retry_policy, sum(r.welcome is not None for r in self.replicas if r is not replica)
         waiting = f"requests wait {policy.request_timeout_s:g} s for it ({policy.section}.request_timeout_s)"
         then = f"its requests go to {others} others" if others else waiting
         self.on_change(f"the {policy.scorer} at {replica.address} {reason}; {then}", False)
@@ -302,7 +302,7 @@ class Dispatcher:
         if not self._answering or self._answering[0].suspect:
             return
         for replica in [replica for replica in self.replicas if replica.suspect]:
-            for pending in [its for its in replica.outstanding.values() if not its.moved]:
+            for pending in [request for request in replica.outstanding.values() if not request.moved]:
                 del replica.outstanding[pending.id]
                 replica.abandoned[pending.id] = pending.sent
                 pending.moved, pending.attempts = True, pending.attempts - 1

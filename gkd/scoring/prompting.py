@@ -63,8 +63,8 @@ def _renderers(teacher: Teacher, models: Mapping[str, str], tokenizer: Any) -> d
     renderers = {}
     for name, path in models.items():
         setting = model_setting(name)
-        own = load_tokenizer(path, setting)
-        renderers[name] = Renderer(f"{setting}={path}", own, Rendering.from_tokenizer(own))
+        teacher_tokenizer = load_tokenizer(path, setting)
+        renderers[name] = Renderer(f"{setting}={path}", teacher_tokenizer, Rendering.from_tokenizer(teacher_tokenizer))
     return renderers
 
 

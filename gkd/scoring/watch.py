@@ -96,7 +96,7 @@ class ScorerWatch:
         self._lose(replicas, member, failure)
 
     def _lose(self, replicas: ScorerReplicas, member: int, failure: Exception) -> None:
-        replicas.calls = {call: its for call, its in replicas.calls.items() if its != member}
+        replicas.calls = {call: other for call, other in replicas.calls.items() if other != member}
         then = replicas.lose(member, failure)
         model, others = replicas.fleet.name, len(replicas.fleet.present)
         goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"

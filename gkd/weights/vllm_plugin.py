@@ -101,8 +101,8 @@ def note_errors(directory: str | None) -> Iterator[Callable[[], str | None]]:
     vLLM itself states that one of them did not start, and leaves the reason to its log. The notes are in ``directory``,
     None for the one for temporary files, and stay there where this process is killed meanwhile.
     """
-    with tempfile.TemporaryDirectory(prefix="gkd-vllm-", dir=directory) as own:
-        file = Path(own, "errors")
+    with tempfile.TemporaryDirectory(prefix="gkd-vllm-", dir=directory) as folder:
+        file = Path(folder, "errors")
         os.environ[_NOTES] = str(file)
         try:
             yield lambda: file.read_text().splitlines()[0] if file.exists() else None

@@ -130,7 +130,7 @@ def _find_broken_ranges(reports: Sequence[Report], ranges: Mapping[str, Sequence
             if indices in left:
                 left.remove(indices)
             else:
-                expected = " and ".join(range_text(sorted(its)) for its in exact)
+                expected = " and ".join(range_text(sorted(gpus)) for gpus in exact)
                 faulty.append(f"{group} asked for GPUs {expected} but has {range_text(indices)} on {node}")
     return faulty
 

@@ -90,10 +90,10 @@ def _describe_nearest(requests: Sequence[GroupRequest], idle: Sequence[Node], cp
         external = " (an external teacher, teacher.server_ip, needs none here)" if has_teacher else ""
         widths = [request.tensor_parallel_size for request in requests]
         wide = max([*widths, *(other.tensor_parallel_size for request in requests for other in request.colocated)])
-        own = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
+        need = "a GPU of its own" if wide == 1 else f"GPUs of its own, some as many as an engine has ({wide})"
         sharing = _suggest_sharing_layout(requests, idle) if wide == 1 else ""
         groups = f"{len(requests)} group{'s' * (len(requests) != 1)}"
-        return f"no layout of {groups} fits: each needs {own}{external}{sharing}"
+        return f"no layout of {groups} fits: each needs {need}{external}{sharing}"
     return f"nearest that fits: {' '.join(words)}"
 
 
@@ -237,7 +237,7 @@ def has_counted_ranges(config: Config) -> bool:
     ranges = {section: pool.ranges() for section, pool in config.pools() if pool.ranges() is not None}
     layout = read_yaml(str(CONF_DIR / "placement" / f"{config.placement}.yaml"))
     return bool(ranges) and all(
-        own == [parse_gpus(layout.get(section, {}).get("gpus"))] for section, own in ranges.items()
+        gpu_ranges == [parse_gpus(layout.get(section, {}).get("gpus"))] for section, gpu_ranges in ranges.items()
     )
 
 

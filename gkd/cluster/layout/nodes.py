@@ -120,25 +120,27 @@ class _NodeState:
     node: Node
     free_gpus: int
     free_cpus: float
-    taken: frozenset[int] = field(default_factory=frozenset)
+    taken_gpus: frozenset[int] = field(default_factory=frozenset)
     groups: frozenset[str] = field(default_factory=frozenset)  # only those with another range on each node
 
     def kind(self) -> tuple[object, ...]:
-        return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken, self.groups)
+        return (self.node.gpus, self.free_gpus, self.free_cpus, self.taken_gpus, self.groups)
 
     def can_host(self, request: GroupRequest, cpus: float) -> bool:
         if request.group in self.groups:
             return False
         if self.free_gpus < request.n_gpus or self.free_cpus + 1e-6 < cpus * request.workers_per_node:
             return False
-        return request.gpus is None or (set(request.gpus) <= set(self.node.gpus) and not self.taken & set(request.gpus))
+        return request.gpus is None or (
+            set(request.gpus) <= set(self.node.gpus) and not self.taken_gpus & set(request.gpus)
+        )
 
     def with_group(self, request: GroupRequest, cpus: float) -> _NodeState:
         return _NodeState(
             self.node,
             self.free_gpus - request.n_gpus,
             self.free_cpus - cpus * request.workers_per_node,
-            self.taken | frozenset(request.gpus or ()),
+            self.taken_gpus | frozenset(request.gpus or ()),
             self.groups | {request.group} if request.by_node else self.groups,
         )
 
@@ -158,7 +160,7 @@ def group_requests(config: Config) -> list[GroupRequest]:
             pool.nnodes,
             _indices(pool),
             pool.width,
-            tuple(_colocated_group(own, pools[own], pool) for own, host in hosts.items() if host == group),
+            tuple(_colocated_group(guest, pools[guest], pool) for guest, host in hosts.items() if host == group),
             tuple(map(tuple, pool.gpus_by_node or ())),
             int(config.weights.transfer_class.ray_executor),
         )
@@ -222,8 +224,8 @@ class _Search:
                 self.left -= 1
                 if self.left < 0:
                     return None
-                chosen = set(positions)
-                after = [s.with_group(requests[0], self.cpus) if i in chosen else s for i, s in enumerate(states)]
+                position_set = set(positions)
+                after = [s.with_group(requests[0], self.cpus) if i in position_set else s for i, s in enumerate(states)]
                 rest = self.place(requests[1:], after)
                 if rest is not None:
                     return [positions, *rest]

@@ -286,8 +286,8 @@ def start_needed_servers_only() -> Iterator[None]:
 
 
 def _new_directory() -> str:
-    own = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else None)
-    variable, base = "RAY_TMPDIR" if own else "TMPDIR", str(Path(own or tempfile.gettempdir()).absolute())
+    ray_base = os.environ.get("RAY_TMPDIR") or ("/tmp" if os.access("/tmp", os.W_OK) else None)
+    variable, base = "RAY_TMPDIR" if ray_base else "TMPDIR", str(Path(ray_base or tempfile.gettempdir()).absolute())
     if len(base) > LONGEST_BASE:
         raise ConfigError(f"{variable}={base}: at most {LONGEST_BASE} characters; Ray's sockets go below it")
     for path in reaper.clear(base, PREFIX):

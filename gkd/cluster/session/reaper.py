@@ -266,7 +266,7 @@ def _family(pid: int) -> list[int]:
             parents[int(file.parent.name)] = int(file.read_bytes().rpartition(b")")[2].split()[1])
     pids = [pid]
     for parent in pids:
-        pids += [child for child, its in parents.items() if its == parent]
+        pids += [child for child, ppid in parents.items() if ppid == parent]
     return pids
 
 

@@ -109,8 +109,8 @@ def keep_sigterm_handler() -> Iterator[None]:
     meanwhile, so that no process inherits that. One that comes to another thread is handed on by Ray's, which sets an
     alarm first that aborts three seconds later.
     """
-    own = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or own is signal.SIG_DFL:
+    program_handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or program_handler is signal.SIG_DFL:
         yield  # Ray's own at least exits in order
         return
     from ray._private import utils, worker  # there is no public way
@@ -122,7 +122,7 @@ def keep_sigterm_handler() -> Iterator[None]:
         try:
             return connect(*args, **kwargs)
         finally:
-            signal.signal(signal.SIGTERM, own)
+            signal.signal(signal.SIGTERM, program_handler)
             signal.setitimer(signal.ITIMER_REAL, *alarm)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

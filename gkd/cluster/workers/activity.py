@@ -114,10 +114,10 @@ def report_here(further: Sequence[Mapping[str, float]] = ()) -> dict[str, Any]:
     """
     clock, spans = HERE.take()
     memory = memory_here()
-    for its in further:
+    for process_memory in further:
         memory |= {
             name: memory[name] + value if name == "process_gb" else max(value, memory.get(name, value))
-            for name, value in its.items()
+            for name, value in process_memory.items()
         }
     return {"memory": memory, "clock": clock, "spans": [tuple(span) for span in spans]}
 

@@ -112,10 +112,10 @@ class Engines:
         if not serving.refs:
             return serving
         each = self.nnodes - 1
-        own = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
+        follower_calls = [list(serving.refs[i : i + each]) for i in range(0, len(serving.refs), each)]
         lives = [life for worker in self.leaders.workers for life in [worker.block_until_end.remote()] * each]
         watching = [
-            self.leaders.as_pending("watching followers", _watch_each(self.leaders, own)),
+            self.leaders.as_pending("watching followers", _watch_each(self.leaders, follower_calls)),
             self.followers.as_pending("watching leaders", _watch_each(self.followers, [[life] for life in lives])),
         ]
         gather(watching, self.timeout_s)
@@ -123,7 +123,7 @@ class Engines:
 
 
 def _watch_each(group: Group, calls: Sequence[list[Any]]) -> list[Any]:
-    return [worker.end_after_any.remote(own) for worker, own in zip(group.workers, calls, strict=True)]
+    return [worker.end_after_any.remote(refs) for worker, refs in zip(group.workers, calls, strict=True)]
 
 
 def _parts(group: Group, tensor_parallel_size: int) -> list[list[int]]:

@@ -128,13 +128,13 @@ def _count_gpus_to_take(slots: list[Slot], nodes: Sequence[Node], unlucky: froze
     """
     counts: dict[str, int] = {}
     for node in nodes:
-        own = [slot for slot in slots if slot.node_id == node.id]
-        indices = {index for slot in own for index in slot.gpus or ()}
+        node_slots = [slot for slot in slots if slot.node_id == node.id]
+        indices = {index for slot in node_slots for index in slot.gpus or ()}
         if not indices:
             continue
         counts[node.id] = node.free_gpus
         if node.free_gpus == len(node.gpus) and node.id not in unlucky:
-            n_others = sum(slot.n_gpus for slot in own if slot.gpus is None)
+            n_others = sum(slot.n_gpus for slot in node_slots if slot.gpus is None)
             others = [index for index in node.gpus if index not in indices][:n_others]
             counts[node.id] = 1 + max(map(node.gpus.index, [*indices, *others]))
     return counts
@@ -172,7 +172,7 @@ def _attempt(
         hosts: dict[str, list[Claim]] = {}
         for slot, indices in zip(slots, devices, strict=True):
             hosts.setdefault(slot.group, []).extend(holders[slot.node_id, index].pop() for index in indices)
-        needed = {id(claim) for own in hosts.values() for claim in own}
+        needed = {id(claim) for group_claims in hosts.values() for claim in group_claims}
         surplus = [claim for claim in claims if id(claim) not in needed]
         session.release([claim.worker for claim in surplus], [claim.bundle.placement_group for claim in surplus])
         return _start_colocated(session, requests, hosts, cluster, share)
@@ -294,7 +294,7 @@ def _start_colocated(
     resources = {"num_gpus": share, "num_cpus": 0.0}
     bundles = [(bundle, resources) for group in bundles_by_group.values() for bundle in group]
     claims = iter(start_workers(session, bundles, cluster))
-    return hosts | {group: [next(claims) for _ in own] for group, own in bundles_by_group.items()}
+    return hosts | {group: [next(claims) for _ in group_bundles] for group, group_bundles in bundles_by_group.items()}
 
 
 def read_nodes(indices: dict[str, list[int]] | None = None) -> list[Node]:

@@ -124,9 +124,9 @@ class Worker:
         if torch is None or not torch.cuda.is_initialized():
             return
         used = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
-        own = visible_devices(os.environ[VISIBLE], ray.get_runtime_context().get_node_id()).uuids
-        if not any(used in uuid for uuid in own) and not any(uuid.startswith("MIG-") for uuid in own):
-            raise RunFailed(f"pid {os.getpid()}: torch computes on GPU {used} instead of {', '.join(own)}")
+        uuids = visible_devices(os.environ[VISIBLE], ray.get_runtime_context().get_node_id()).uuids
+        if not any(used in uuid for uuid in uuids) and not any(uuid.startswith("MIG-") for uuid in uuids):
+            raise RunFailed(f"pid {os.getpid()}: torch computes on GPU {used} instead of {', '.join(uuids)}")
 
     @ray.method(concurrency_group="main")  # type: ignore[untyped-decorator]
     def call(self, method: str, *args: Any) -> Any:

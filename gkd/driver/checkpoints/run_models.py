@@ -55,9 +55,9 @@ def models_of_run(run: Path, config: Config) -> RunModels:
     setting = "the model that was trained" if base or config.uses_task else "model.path"
     base = check_causal_lm(base or find_files(config, log.info).student, setting)
     _require_base(intact, base)
-    its = fingerprint(base)
+    model_fingerprint = fingerprint(base)
     further = [
-        FurtherWeights(f"step_{step}", _sum(its, saved), partial(_read, saved, base))
+        FurtherWeights(f"step_{step}", _sum(model_fingerprint, saved), partial(_read, saved, base))
         for step, saved in checkpoints.items()
     ]
     if (steps := steps_done(run)) is not None and steps not in checkpoints:
@@ -80,9 +80,9 @@ def _require_base(checkpoints: Sequence[SavedCheckpoint], base: str) -> None:
     An adapter in a checkpoint is laid over them. Checkpoints of earlier versions, without their digest, pass.
     """
     stated = {saved.path: saved.data["model.path"] for saved in checkpoints if "model.path" in saved.data}
-    its = fingerprint_weights(base) if stated else ""
-    for path, own in stated.items():
-        if own != its:
+    digest = fingerprint_weights(base) if stated else ""
+    for path, stated_digest in stated.items():
+        if stated_digest != digest:
             raise ConfigError(f"model.path: {base} has other weights by now than those that {path} was trained from")
 
 

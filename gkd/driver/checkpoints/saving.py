@@ -74,7 +74,7 @@ class Checkpoints:
 
     def train(self, state: RunState) -> None:
         """Note that the actor may hold the weights of this step from now on, whose row is not written yet."""
-        self._states = {step: kept for step, kept in self._states.items() if step == state.step - 1}
+        self._states = {step: old_state for step, old_state in self._states.items() if step == state.step - 1}
         self._states[state.step] = state
         writing = self._writing
         if writing is not None and (is_done(writing.calls) or time.monotonic() > writing.deadline):

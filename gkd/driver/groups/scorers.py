@@ -95,7 +95,7 @@ class Scorers:
     def watch(self, placement: Placement, clients: Mapping[str, dict[str, Any]]) -> ScorerWatch:
         """Have the servers answer, and return what watches them. ``clients`` are their arguments, by model."""
         models = []
-        starts = {name: prepare_restarts(self.config, placement, its) for name, its in self.engines.items()}
+        starts = {name: prepare_restarts(self.config, placement, engines) for name, engines in self.engines.items()}
         for model, group in self._engines_by_model().items():
             name, addresses = scorer_group(model), list(clients[model]["addresses"])
             start = partial(self._start_again, starts[name], model, addresses)
@@ -148,8 +148,8 @@ class Scorers:
         return sorted(model for model in self.inputs.scorers if scorer_group(model) == name)
 
     def _tokenizer(self, name: str) -> str:
-        own = self.inputs.tokenizer_hash
-        return tokenizer_hash(self.inputs.scorers[name]) if _settings(self.config, name).rates else own
+        student_hash = self.inputs.tokenizer_hash
+        return tokenizer_hash(self.inputs.scorers[name]) if _settings(self.config, name).rates else student_hash
 
     def _engines_by_model(self) -> dict[str, Group]:
         """Return the engines of every model."""

@@ -104,9 +104,11 @@ class WeightSync:
             if not self._engines:  # each was lost just now
                 return
         served = self._send(about)
-        for engine, its in served.items():
-            if its != version:
-                raise RunFailed(f"{self.rollout.group.reports[engine]} serves weights {its} instead of {version}")
+        for engine, served_version in served.items():
+            if served_version != version:
+                raise RunFailed(
+                    f"{self.rollout.group.reports[engine]} serves weights {served_version} instead of {version}"
+                )
         self.rollout.mark_updated(served)
 
     def refresh(self, engines: Sequence[int]) -> None:
@@ -196,7 +198,7 @@ class WeightSync:
         call = self._submit("weights.count_arrived", activity="reporting which buckets are loaded")
         (answers,) = gather([call], ANSWERS_S, keep_deaths=True, keep_late=True)
         pairs = zip(engines, answers, strict=True)
-        return {engine: (None, 0, math.inf) if isinstance(its, WorkerDied) else its for engine, its in pairs}
+        return {engine: (None, 0, math.inf) if isinstance(answer, WorkerDied) else answer for engine, answer in pairs}
 
     def _bucket(self) -> int:
         """Return the number, from 1, of the bucket that the engines are at."""

@@ -81,10 +81,10 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
         for require_k in (required_top_k, top_k_for_validation):
             require_k(config, models["student"].vocabulary)  # refuses now what the teacher could not give
     files = {"train": task_inputs.train_files, "val": task_inputs.val_files}
-    prompts, own = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
+    prompts, student_info = load_data(config, files, scorers, tokenizer, models["student"], longest, report)
     val_sets = read_val_sets(config, tokenizer, models["student"].n_tokens, longest, report)
     # A set may go through the chat template where the prompts of training do not: its answers end as turns do.
-    own = with_turn_end(own, turn_end([q.prompt for s in val_sets for q in s.questions], tokenizer))
+    student_info = with_turn_end(student_info, turn_end([q.prompt for s in val_sets for q in s.questions], tokenizer))
     return Inputs(
         student,
         scorers,
@@ -92,7 +92,7 @@ def find_inputs(config: Config, report: Callable[[str], None]) -> Inputs:
         tokenizer_hash(tokenizer),
         prompts["train"],
         prompts["val"],
-        own,
+        student_info,
         longest,
         min(model.vocabulary for name, model in models.items() if name != "reference"),
         val_sets,
@@ -114,7 +114,7 @@ def load_data(
     """
     data = config.data.model_copy(update={"max_prompt_length": longest - config.rollout.max_response_length})
     limits, columns = {"train": None, "val": config.data.val_limit}, needs_columns(config)
-    read = {name: load_prompts(own, data, tokenizer, limits[name], columns) for name, own in files.items()}
+    read = {name: load_prompts(paths, data, tokenizer, limits[name], columns) for name, paths in files.items()}
     if len(read["val"].prompts) == config.data.val_limit:
         for file in files["val"][read["val"].prompts[-1].file + 1 :]:
             report(f"data.val_limit={config.data.val_limit}: {file} is not used")
@@ -140,15 +140,15 @@ def settle_data(
     _require_columns(config, prompts)
     PromptStream(prompts["train"].prompts, config.trainer.seed, config.data.train_weights)  # refuses now what has none
     end = turn_end([prompt for loaded in prompts.values() for prompt in loaded.prompts], tokenizer)
-    own = with_turn_end(student, end)
+    student_with_end = with_turn_end(student, end)
     if config.algorithm.learns_answers:
         limit = config.rollout.max_response_length
         for name in ("train", "val") if config.algorithm.is_supervised else ("train",):
-            with_answer = with_answers(prompts[name].prompts, tokenizer, own, end, limit)
+            with_answer = with_answers(prompts[name].prompts, tokenizer, student_with_end, end, limit)
             prompts[name] = replace(prompts[name], prompts=with_answer)
     by_setting = {f"data.{name}_files": loaded.prompts for name, loaded in prompts.items()}
     _require_rows(by_setting, tokenizer, student.n_tokens)
-    return prompts, own
+    return prompts, student_with_end
 
 
 def see_as_teachers(
@@ -231,7 +231,7 @@ def require_files(config: Config) -> None:
     Of files the first row is read: :func:`find_inputs` looks at all of them.
     """
     _require_transfer(config)
-    files = [file for own in config.data.val_sets.values() for file in own.files]
+    files = [file for val_set in config.data.val_sets.values() for file in val_set.files]
     if not config.uses_task:
         files += [*config.data.train_files, *config.data.val_files]
     for file in files:

@@ -64,10 +64,10 @@ class FilePreview:
 
     def count_left_out(self, longest: int) -> dict[str, int]:
         """Count the prompts that are left out, by reason."""
-        own = sum(len(prompt.token_ids) > longest for prompt in self.prompts) + self.too_long
-        teachers = len(self.prompts) + self.too_long - own - len(self.keep_short(longest))
+        n_too_long = sum(len(prompt.token_ids) > longest for prompt in self.prompts) + self.too_long
+        teachers = len(self.prompts) + self.too_long - n_too_long - len(self.keep_short(longest))
         reasons = {
-            f"longer than {longest:,} tokens": own,
+            f"longer than {longest:,} tokens": n_too_long,
             f"longer than {longest:,} tokens as the teacher sees it": teachers,
         }
         return {reason: n for reason, n in reasons.items() if n}
@@ -125,7 +125,9 @@ def preview(config: Config, report: Callable[[str], None]) -> Preview:
     reads = {use: _read(config, names[use], tokenizer, longest, limits[use]) for use in names}
     every = {str(use): PromptSet(read.prompts, read.too_long.total()) for use, read in reads.items()}
     sets = see_as_teachers(config, every, scorers, tokenizer, sys.maxsize)
-    files = [own for use, read in reads.items() for own in _split(use, names[use], read, sets[use].prompts)]
+    files = [
+        file_preview for use, read in reads.items() for file_preview in _split(use, names[use], read, sets[use].prompts)
+    ]
     for file in names["val"][len(reads["val"].first_ids) :]:
         report(f"data.val_limit={config.data.val_limit}: {file} is not used")
     error: ConfigError | None = None
@@ -167,9 +169,11 @@ def _split(use: Use, files: Sequence[str], read: _Read, prompts: Sequence[Prompt
     for prompt in prompts:
         by_file[prompt.file].append(prompt)
     previews = []
-    for number, own in by_file.items():
+    for number, file_prompts in by_file.items():
         is_cut = read.left == 0 and number == max(by_file)
-        previews.append(FilePreview(use, files[number], own, read.too_long[number], read.first_ids[number], is_cut))
+        previews.append(
+            FilePreview(use, files[number], file_prompts, read.too_long[number], read.first_ids[number], is_cut)
+        )
     return previews
 
 
@@ -272,10 +276,10 @@ def _show_lengths(lengths: Sequence[int], too_long: int, longest: int, out: Cons
 
 
 def _show_counts(file: FilePreview, longest: int, config: Config, out: Console) -> None:
-    kept = file.keep_short(longest)
-    n_answers = sum(bool(prompt.answers) for prompt in kept)
+    prompts = file.keep_short(longest)
+    n_answers = sum(bool(prompt.answers) for prompt in prompts)
     limit = f" (data.val_limit={config.data.val_limit})" if file.is_cut else ""
-    used = "1 prompt is" if len(kept) == 1 else f"{len(kept):,} prompts are"
+    used = "1 prompt is" if len(prompts) == 1 else f"{len(prompts):,} prompts are"
     out.print(f"{used} used{limit}, {n_answers:,} with an answer")
     bound = f"data.max_prompt_length={config.data.max_prompt_length}"
     if longest < config.data.max_prompt_length:

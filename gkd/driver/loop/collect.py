@@ -172,8 +172,8 @@ def requests_of(
     share = len(prompts) * (1.0 if config.algorithm.is_supervised else 1 - config.algorithm.on_policy_share)
     n_own = int(step * share + 0.5) - int((step - 1) * share + 0.5)
     size = config.actor.mini_batch_size or len(prompts) * config.rollout.n
-    by_student, own = [False] * (len(prompts) - n_own), [True] * n_own
-    is_own = interleave(by_student, own) if size < len(prompts) * config.rollout.n else own + by_student
+    by_student, by_data = [False] * (len(prompts) - n_own), [True] * n_own
+    is_own = interleave(by_student, by_data) if size < len(prompts) * config.rollout.n else by_data + by_student
     sampling = sampling_of(config.rollout, step)
     return [
         SampleRequest(

@@ -36,11 +36,11 @@ def write_scores(sets: Iterable[SetScores], output: Path) -> None:
 
     A question has the scores that could be measured of it; a set without any has no file.
     """
-    for own in sets:
-        values = {key: dict(scores) for key, scores in own.questions.items() if scores}
+    for val_set in sets:
+        values = {key: dict(scores) for key, scores in val_set.questions.items() if scores}
         if not values:
             continue
         directory = output / "results"
         directory.mkdir(exist_ok=True)
         name, mean = output.absolute().name, means(list(values.values()))
-        Results(name, own.name, len(values), own.samples, mean, values, groups=own.groups).write(directory)
+        Results(name, val_set.name, len(values), val_set.samples, mean, values, groups=val_set.groups).write(directory)

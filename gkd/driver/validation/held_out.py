@@ -86,8 +86,8 @@ class Validation:
         # All of them first: engines that share the actor's GPUs sleep while it computes.
         drawn, greedy = (self.rollout.collect(keys, limit) for keys in (requested.drawn, requested.greedy))
         require_measured([*drawn, *greedy], self.actor.version)
-        if self.answers is not None and (own := self.answers.make_samples(self.prompts)):
-            metrics["val/loss"] = self.actor.cross_entropy(own)
+        if self.answers is not None and (samples := self.answers.make_samples(self.prompts)):
+            metrics["val/loss"] = self.actor.cross_entropy(samples)
         if drawn:
             metrics["val/reverse_kl"] = self.actor.evaluate(drawn)["distill/reverse_kl"]
         return metrics | (self._measure_greedy(greedy) if greedy else {})

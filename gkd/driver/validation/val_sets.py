@@ -68,7 +68,10 @@ class ValSets:
 
     def _measure(self, questions: Questions, samples: Sequence[TrainingSample]) -> dict[str, float]:
         fetched = zip(_jobs(questions), self.rollout.fetch(samples), samples, strict=True)
-        rated = [self._make_rated_answer(questions, q, own.sample, sample.version) for (q, _), own, sample in fetched]
+        rated = [
+            self._make_rated_answer(questions, q, scored_sample.sample, sample.version)
+            for (q, _), scored_sample, sample in fetched
+        ]
         values = score(self.config, questions, rated, self._attend)
         groups, name = group_by_difficulty(questions.questions, values), questions.name
         self.last_scores[name] = SetScores(name, questions.settings.samples, values, groups)

@@ -45,9 +45,9 @@ class MLflow(Tracker):
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports its tables between the lines of the run
         # Of "sqlite:///" MLflow would make a directory by the name that is quoted, besides the database.
-        own = f"sqlite+pysqlite:///{quote(str(run.output_dir / 'mlflow.db'))}"
-        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
-        files = (run.output_dir / "mlflow").as_uri() if uri == own else None
+        default_uri = f"sqlite+pysqlite:///{quote(str(run.output_dir / 'mlflow.db'))}"
+        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
+        files = (run.output_dir / "mlflow").as_uri() if uri == default_uri else None
         if files is not None:
             _move_artifacts(run.output_dir / "mlflow.db", config.experiment, files)
         self._client: Any = MlflowClient(tracking_uri=uri)
@@ -104,8 +104,8 @@ def _move_artifacts(database: Path, experiment: str, files: str) -> None:
     if not database.exists():
         return
     with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        kept = "SELECT artifact_location FROM experiments WHERE name = ?"
-        for (before,) in connection.execute(kept, [experiment]).fetchall():
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (before,) in connection.execute(query, [experiment]).fetchall():
             connection.execute("UPDATE experiments SET artifact_location = ? WHERE name = ?", [files, experiment])
             moved = "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) WHERE substr(artifact_uri, 1, ?) = ?"
             connection.execute(moved, [files, len(before) + 1, len(before), before])

@@ -58,8 +58,8 @@ class TensorBoard(Tracker):
         from tensorboardX.proto.event_pb2 import Event
 
         file, self._file = self._file or self._begin_file(), None
-        for step, its in summaries:
-            file.write(Event(wall_time=time.time(), step=step, summary=its).SerializeToString())
+        for step, summary in summaries:
+            file.write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
         file.flush()
         self._file, self._next_step = file, max([self._next_step, *(step + 1 for step, _ in summaries)])
 
