@@ -64,7 +64,7 @@ def balance_over_ranks(lengths: Sequence[SampleLength], n_ranks: int) -> list[li
     sizes = [max(map(len, groups), default=1)]
     while sizes[-1] > 1:
         sizes.append(math.ceil(sizes[-1] / 2))
-    _, shares = min((_assign(lengths, groups, size, n_ranks) for size in sizes), key=lambda its: its[0])
+    _, shares = min((_assign(lengths, groups, size, n_ranks) for size in sizes), key=lambda assignment: assignment[0])
     return shares
 
 
@@ -134,7 +134,7 @@ def _fill_in_order(lengths: Sequence[SampleLength], order: Iterable[int], budget
     for index in order:
         n_tokens, prompt_id, n_prompt = lengths[index]
         numbers = itertools.chain([latest[prompt_id]] if n_prompt and prompt_id in latest else [], range(len(bins)))
-        number = next((its for its in numbers if has_room(index, its)), len(bins))
+        number = next((candidate for candidate in numbers if has_room(index, candidate)), len(bins))
         if number == len(bins):
             bins.append([])
             sizes.append(PackSize())

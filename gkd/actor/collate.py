@@ -35,17 +35,17 @@ def collate(
     """
     samples = [s.sample for s in scored]
     positions = [np.flatnonzero(s.sampled) for s in samples]
-    counts = [len(its) for its in positions]
+    counts = [len(indices) for indices in positions]
     references = [s.reference for s in scored if s.reference is not None]
     assert len(references) in (0, len(scored)), "the reference scored some samples and not others"
     layout = SequenceLayout(
-        [s.token_ids for s in samples], [int(its[0]) if shared and len(its) else 0 for its in positions]
+        [s.token_ids for s in samples], [int(indices[0]) if shared and len(indices) else 0 for indices in positions]
     )
     response_ids = _lay([sample.sampled_ids for sample in samples], np.int64)
     return MicroBatch(
         # One token where there is none, whose hidden state nothing looks at.
         sequences=PackedSequences.from_layout(layout).pad(1),
-        rows=_lay([layout.locate(i, its - 1) for i, its in enumerate(positions)], np.int64),
+        rows=_lay([layout.locate(i, indices - 1) for i, indices in enumerate(positions)], np.int64),
         bounds=_starts(counts),
         response_ids=response_ids,
         weights=_repeat(weights, counts),

@@ -93,11 +93,11 @@ def _fill(student: Student, whole: Student | None, mesh: DeviceMesh, device: tor
         assert isinstance(value, DTensor), "every parameter is sharded"
         value.to_local().copy_(distribute_tensor(full, mesh, value.placements, src_data_rank=None).to_local())
     for holder, name, value in list(_find_computed_tensors(student.lm)):
-        own = torch.empty_like(value, device=device)
+        tensor = torch.empty_like(value, device=device)
         if whole is not None:
-            own.copy_(getattr(whole.lm.get_submodule(holder), name))
-        dist.broadcast(own, group=group, group_src=0)
-        setattr(student.lm.get_submodule(holder), name, own)
+            tensor.copy_(getattr(whole.lm.get_submodule(holder), name))
+        dist.broadcast(tensor, group=group, group_src=0)
+        setattr(student.lm.get_submodule(holder), name, tensor)
     student.head = Head(student.lm)  # which holds what the model held before
 
 

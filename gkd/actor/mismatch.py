@@ -42,10 +42,10 @@ def split_by_age(
     split, most = dict(sums), dict(largest)
     ratio = sums[f"mismatch/{_RATIO}"]
     sampled = sums[SAMPLED] > 0 if SAMPLED in sums else torch.ones_like(stale)
-    for prefix, kept in (("", ~stale & sampled), ("stale_", stale & sampled)):
+    for prefix, mask in (("", ~stale & sampled), ("stale_", stale & sampled)):
         for name in _MEANS:
-            split[f"mismatch/{prefix}{name}"] = torch.where(kept, sums[f"mismatch/{name}"], 0.0)
-        among = torch.where(kept, ratio, 0.0)
+            split[f"mismatch/{prefix}{name}"] = torch.where(mask, sums[f"mismatch/{name}"], 0.0)
+        among = torch.where(mask, ratio, 0.0)
         most[f"mismatch/{prefix}{_LARGEST}"] = among.max() if len(among) else among.sum()
     split[SHARE] = (stale & sampled).to(ratio.dtype)
     return split, most
@@ -58,9 +58,9 @@ def compute_means(row: Metrics) -> Metrics:
     fresh and stale ones apart, and of the data's own answers.
     """
     row = dict(row)
-    sampled, given = row.pop(SAMPLED, 1.0), row.pop(GIVEN, 0.0)
+    sampled, given_share = row.pop(SAMPLED, 1.0), row.pop(GIVEN, 0.0)
     _divide(row, ("actor/kl_reference", "actor/importance_weight", SHARE), sampled)
-    _divide(row, ("actor/cross_entropy",), given)
+    _divide(row, ("actor/cross_entropy",), given_share)
     stale = row.get(SHARE, 0.0)
     for prefix, share in (("", sampled * (1 - stale)), ("stale_", sampled * stale)):
         largest = f"mismatch/{prefix}{_LARGEST}"

@@ -115,10 +115,12 @@ class Student(nn.Module):
             return
         from gkd.actor.lora import merge
 
-        kept = self.exact | {name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)}
+        fixed_names = self.exact | {
+            name for name, value in named_tensors(self.lm) if not isinstance(value, nn.Parameter)
+        }
         stored = ((name, gather_tensor(value.detach())) for name, value in named_tensors(self.lm))
         for name, whole in merge(self.lm, dequantize_weights(self.lm, stored), gather_tensor):
-            yield name, whole.to(dtype) if whole.is_floating_point() and name not in kept else whole
+            yield name, whole.to(dtype) if whole.is_floating_point() and name not in fixed_names else whole
 
     def choose_sent_type(self, name: str, value: Tensor, dtype: torch.dtype) -> torch.dtype:
         """Return the type that a tensor of the model is sent in where weights are sent as ``dtype``."""

@@ -73,8 +73,8 @@ class HostAdamW(torch.optim.AdamW):
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, **settings)
         for p in parameters_of(self):
-            own = take_local(p)
-            self.state[p] = {"step": torch.zeros(())} | {name: _make_moment(own) for name in MOMENTS}
+            shard = take_local(p)
+            self.state[p] = {"step": torch.zeros(())} | {name: _make_moment(shard) for name in MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -22,9 +22,9 @@ def get_dtypes(empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dt
     ``empty`` is such a model without its weights.
     """
     plan = empty._get_dtype_plan(dtype)
-    kept = build_glob_alternation(list(plan))[0] if plan else None
+    pattern = build_glob_alternation(list(plan))[0] if plan else None
     tensors = (*empty.named_parameters(), *empty.named_buffers())
-    return {name: torch.float32 if kept is not None and kept.search(name) else t.dtype for name, t in tensors}
+    return {name: torch.float32 if pattern is not None and pattern.search(name) else t.dtype for name, t in tensors}
 
 
 def find_exact(empty: PreTrainedModel, dtypes: Dtypes, dtype: torch.dtype) -> frozenset[str]:
@@ -51,8 +51,8 @@ def find_exact_modules(layers: Iterable[nn.Module], exact: set[nn.Parameter]) ->
     modules: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in (part for layer in layers for part in layer.modules() if exact):
-        own = list(module.parameters())
-        if module not in inside and own and exact.issuperset(own):
+        parameters = list(module.parameters())
+        if module not in inside and parameters and exact.issuperset(parameters):
             modules.append(module)
             inside.update(module.modules())
     return modules

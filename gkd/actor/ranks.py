@@ -119,7 +119,7 @@ class ActorRanks:
         """Return seconds since any rank began a micro-batch; infinite where none that answers ever did."""
         call = self.group.submit_control("state.measure_idle", activity="reporting what it does")
         (answers,) = gather([call], ANSWERS_S, keep_deaths=True, keep_late=True)
-        return min((its for its in answers if isinstance(its, float)), default=math.inf)
+        return min((answer for answer in answers if isinstance(answer, float)), default=math.inf)
 
     def read_applied(self) -> AppliedUpdate:
         """Return the step that the weights of all ranks are of, whatever these are doing.

@@ -40,10 +40,10 @@ def part_of(optimizer: Optimizer, device: torch.device, updated: torch.cuda.Even
     ``updated`` is recorded after the last optimizer step.
     """
     # On the stream that computes, the copies would wait for the collective.
-    own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    if own is not None and updated is not None:
-        own.wait_event(updated)
-    with torch.cuda.stream(own):
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    if stream is not None and updated is not None:
+        stream.wait_event(updated)
+    with torch.cuda.stream(stream):
         return [
             {
                 name: take_local(t).cpu().numpy().copy()

@@ -355,7 +355,7 @@ class RankTrainer:
         scored = fetch_samples(samples, self.config.trainer.update_timeout_s)
         references = [self.reference.get(sample.place) for sample in samples]
         return [
-            s if own is None else replace(s, reference=own.numpy()) for s, own in zip(scored, references, strict=True)
+            s if ref is None else replace(s, reference=ref.numpy()) for s, ref in zip(scored, references, strict=True)
         ]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[list[int]]:

@@ -29,16 +29,16 @@ def is_decoded_plainly(model: PreTrainedModel) -> bool:
     """
     from transformers import GenerationMixin
 
-    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    prepares_inputs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     stateful = getattr(model, "_is_stateful", False)
     takes_all = inspect.signature(model.forward).parameters.keys() >= _TAKEN and _find_cache_argument(model) is not None
-    return is_attention_alone(model.config) and not own and not stateful and takes_all
+    return is_attention_alone(model.config) and not prepares_inputs and not stateful and takes_all
 
 
 def _find_cache_argument(model: PreTrainedModel) -> str | None:
     """Return the name by which ``model`` takes its keys and values, None where it takes none."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHES if name in taken), None)
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
 
 
 def pad(rows: Sequence[Int32], padding: int, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:

@@ -64,12 +64,12 @@ class _Draw:
             scores = scores - self.sampling.presence_penalty * is_sampled
         if self.sampling.temperature == 0:
             logprobs = scores.log_softmax(-1)  # [B, V]
-            chosen = logprobs.argmax(-1, keepdim=True)  # [B, 1]
+            tokens = logprobs.argmax(-1, keepdim=True)  # [B, 1]
         else:
             logprobs = truncate_logprobs((scores / self.sampling.temperature).log_softmax(-1), self.sampling)
-            chosen = self._sample(logprobs)
-        self.logprobs.append(logprobs.gather(-1, chosen)[:, 0])
-        return chosen
+            tokens = self._sample(logprobs)
+        self.logprobs.append(logprobs.gather(-1, tokens)[:, 0])
+        return tokens
 
     def _sample(self, logprobs: Tensor) -> Tensor:
         import torch
@@ -233,14 +233,16 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         if not bucket.last:
             return
         state, self._incoming = self._incoming, {}
-        own = self.model.state_dict()
-        if not (self._as_in_files and _covers(state, own)):
+        model_state = self.model.state_dict()
+        if not (self._as_in_files and _covers(state, model_state)):
             self.model.load_state_dict(self._convert(bucket, state))
-            self._as_in_files = _covers(state, own) and all(torch.equal(own[n], t.to(own[n])) for n, t in state.items())
+            self._as_in_files = _covers(state, model_state) and all(
+                torch.equal(model_state[n], t.to(model_state[n])) for n, t in state.items()
+            )
             return
         with torch.no_grad():
             for name, tensor in state.items():
-                own[name].copy_(tensor)
+                model_state[name].copy_(tensor)
 
     def _convert(self, bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as transformers reads them from files with ``state``. Raises RuntimeError unless they fit."""
@@ -257,12 +259,14 @@ class HFSampler(ModuleEngine[SampleRequest, Sample]):
         return converted
 
 
-def _covers(state: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-    """Return whether ``state`` has all of ``own``, by name or as the same memory as one that it has, and no others."""
-    if any(name not in own or own[name].shape != tensor.shape for name, tensor in state.items()):
+def _covers(state: dict[str, Tensor], model_state: dict[str, Tensor]) -> bool:
+    """Return whether ``state`` has all of ``model_state``, by name or as the same memory as one that it has, and no
+    others.
+    """
+    if any(name not in model_state or model_state[name].shape != tensor.shape for name, tensor in state.items()):
         return False
-    addresses = {own[name].data_ptr() for name in state}
-    return all(name in state or tensor.data_ptr() in addresses for name, tensor in own.items())
+    addresses = {model_state[name].data_ptr() for name in state}
+    return all(name in state or tensor.data_ptr() in addresses for name, tensor in model_state.items())
 
 
 @contextmanager

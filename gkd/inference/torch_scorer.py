@@ -50,12 +50,12 @@ class _RequestRows:
 
     def target(self) -> Target:
         """Return the answer. The device has to be done."""
-        own = slice(self.start, self.stop)
-        tails = None if self.rows.tails is None else self.rows.tails[own].numpy()
+        row_slice = slice(self.start, self.stop)
+        tails = None if self.rows.tails is None else self.rows.tails[row_slice].numpy()
         return Target(
-            self.rows.token_logprobs[own].numpy(),
-            self.rows.ids[own].numpy(),
-            self.rows.logprobs[own].numpy(),
+            self.rows.token_logprobs[row_slice].numpy(),
+            self.rows.ids[row_slice].numpy(),
+            self.rows.logprobs[row_slice].numpy(),
             self.request.temperature,
             tails,
         )
@@ -231,14 +231,14 @@ class TorchScorer(ModuleEngine[ScoreRequest | GenerateRequest, Target | Int32]):
         scored: list[_RequestRows] = []
         for shape, members in by_shape.items():
             positions = [np.concatenate([np.arange(*span) for span in requests[i].spans]) for i in members]
-            at = [layout.locate(i, own) for i, own in zip(members, positions, strict=True)]
-            before = [layout.locate(i, own - 1) for i, own in zip(members, positions, strict=True)]
-            ids, above = (self._to_device(torch.from_numpy(np.concatenate(its))) for its in (at, before))
+            at = [layout.locate(i, indices) for i, indices in zip(members, positions, strict=True)]
+            before = [layout.locate(i, indices - 1) for i, indices in zip(members, positions, strict=True)]
+            ids, above = (self._to_device(torch.from_numpy(np.concatenate(places))) for places in (at, before))
             ids, above = packed.token_ids[ids], hidden[above]
             rows = score_rows(self._head, above, ids, shape, self.logit_bytes[self.device], self._sums)
-            ends = np.cumsum([len(own) for own in positions]).tolist()
-            for i, own, end in zip(members, positions, ends, strict=True):
-                scored.append(_RequestRows(*batch[i], rows, end - len(own), end))
+            ends = np.cumsum([len(indices) for indices in positions]).tolist()
+            for i, indices, end in zip(members, positions, ends, strict=True):
+                scored.append(_RequestRows(*batch[i], rows, end - len(indices), end))
         return scored
 
     def _to_device(self, tensor: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def compile_apart(device: Device) -> None:
 
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
         # Not from vLLM alone: in a process that has had an engine it is what the variable was then.
-        root, own = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"{platform.node()}-gpu-{gpus}"
-        os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == own else root / own)
+        root, name = Path(os.environ.get("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)), f"{platform.node()}-gpu-{gpus}"
+        os.environ["VLLM_CACHE_ROOT"] = str(root if root.name == name else root / name)
 
 
 def find_session_directory() -> str | None:
@@ -60,7 +60,9 @@ def share_gpu_of_worker() -> dict[str, str]:
     """Return the variables by which vLLM's process takes as much of this worker's GPU as Ray has left of it."""
     from ray._private.worker import global_worker  # the public ways leave out which bundle it is
 
-    held = {name: sum(amount for _, amount in its) for name, its in global_worker.core_worker.resource_ids().items()}
+    held = {
+        name: sum(amount for _, amount in shares) for name, shares in global_worker.core_worker.resource_ids().items()
+    }
     bundle, share = find_bundle(held.items())
     return {
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",

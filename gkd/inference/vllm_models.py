@@ -141,12 +141,12 @@ def find_obstacle(config: Any) -> str | None:
     kind = config.model_type
     if kind in OWN_MASK:
         return f"vLLM cannot run a {kind} model: it leaves out the mask that these add to attention"
-    own = class_of(config)
-    names = config.architectures or ([own.__name__] if own is not None else [])
+    lm_class = class_of(config)
+    names = config.architectures or ([lm_class.__name__] if lm_class is not None else [])
     supported = architectures()
     if not supported or not names or supported.intersection(names):
         return None
-    replaceable = own is not None and (own.is_backend_compatible() or own._can_set_attn_implementation())
+    replaceable = lm_class is not None and (lm_class.is_backend_compatible() or lm_class._can_set_attn_implementation())
     if replaceable and has_plain_attention(config):
         return None
     return f"vLLM cannot run a {kind} model: it has no {names[0]}"

@@ -130,7 +130,9 @@ class VLLMSampler(VLLMEngine[SampleRequest, Sample]):
         names = self.llm_engine.output_processor.request_states
         waiting = self.llm_engine.engine_core.engine_core.scheduler.waiting
         # Those that were preempted have begun, and go on with what they have.
-        not_begun = [names[its.request_id].external_req_id for its in waiting if its.status.name == "WAITING"]
+        not_begun = [
+            names[request.request_id].external_req_id for request in waiting if request.status.name == "WAITING"
+        ]
         self.llm_engine.abort_request(not_begun)
         for name in not_begun:
             self._submit(name, self._requests[name], version)

@@ -117,14 +117,14 @@ class SpanLogprobs:
         (k,) = {self._prompts[piece.req_id].k for piece in pieces}  # the scorer's own requests of one step have one
         rows = torch.cat([hidden_states[piece.start : piece.stop] for piece in pieces])
         counts = [piece.stop - piece.start for piece in pieces]
-        own = [all_token_ids[p.slot, p.token : p.token + n] for p, n in zip(pieces, counts, strict=True)]
-        tokens = torch.cat([ids.to(rows.device, torch.int64) for ids in own])
+        token_ids = [all_token_ids[p.slot, p.token : p.token + n] for p, n in zip(pieces, counts, strict=True)]
+        tokens = torch.cat([ids.to(rows.device, torch.int64) for ids in token_ids])
         scored: list[Any] = []
-        for part, its in zip(torch.split(rows, HEAD_ROWS), torch.split(tokens, HEAD_ROWS), strict=True):
+        for part, ids in zip(torch.split(rows, HEAD_ROWS), torch.split(tokens, HEAD_ROWS), strict=True):
             logits = logits_fn(part)
             if logits is None:
                 return False
-            scored += _score(logits, its, k)
+            scored += _score(logits, ids, k)
         whole, start = _join(scored), 0
         for piece, n in zip(pieces, counts, strict=True):
             columns = (column[start : start + n] for column in whole[:3])
@@ -142,11 +142,11 @@ def _score(logits: Tensor, tokens: Tensor, k: int) -> Iterator[Any]:
 
     shape = RowShape(1.0, logits.shape[-1], k)  # the model itself divides them (gkd.inference.vllm_logits)
     n = max(1, AT_ONCE_BYTES // (4 * shape.rows))
-    for part, its in zip(torch.split(logits, n), torch.split(tokens, n), strict=True):
-        rows = score_logits(lambda logits: logits, part, its, shape)
+    for part, ids in zip(torch.split(logits, n), torch.split(tokens, n), strict=True):
+        rows = score_logits(lambda logits: logits, part, ids, shape)
         tails = torch.zeros_like(rows.token_logprobs) if rows.tails is None else rows.tails
         yield LogprobsTensors(
-            torch.cat([its[:, None].int(), rows.ids], 1),
+            torch.cat([ids[:, None].int(), rows.ids], 1),
             torch.cat([rows.token_logprobs[:, None], rows.logprobs], 1),
             tails.view(torch.int32),
         )

@@ -51,8 +51,8 @@ def is_attention_alone(config: Any) -> bool:
 
 def can_pack(config: Any) -> bool:
     """Return whether sequences may be laid end to end: no layer is known to look at some of the tokens before alone."""
-    own, kinds = class_of(config), set(getattr(config.get_text_config(), "layer_types", None) or ())
-    return kinds <= _ATTENTION | STATES | TOKENWISE and own is not None and own._can_set_attn_implementation()
+    lm_class, kinds = class_of(config), set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return kinds <= _ATTENTION | STATES | TOKENWISE and lm_class is not None and lm_class._can_set_attn_implementation()
 
 
 def count_mixing_layers(config: Any) -> tuple[int, int]:

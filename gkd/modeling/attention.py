@@ -72,22 +72,24 @@ def packed_attention_in_rows(
 
     Raises ValueError as well for a family without such a function.
     """
-    own, changed = _find_eager(module), any(kwargs.get(name) is not None for name in _SCORES_CHANGED)
-    if own is None or attention_mask is not None or not changed or kwargs.get(_BIAS) is not None:
+    eager_attention, changed = _find_eager(module), any(kwargs.get(name) is not None for name in _SCORES_CHANGED)
+    if eager_attention is None or attention_mask is not None or not changed or kwargs.get(_BIAS) is not None:
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
     bounds = current_bounds.get(n_tokens := query.shape[2])
     rows = rows_of(bounds, n_tokens)
-    seen = _make_mask(bounds.longest, kwargs.get("sliding_window"), query.device)
-    mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
+    causal_mask = _make_mask(bounds.longest, kwargs.get("sliding_window"), query.device)
+    mask = torch.zeros_like(causal_mask, dtype=query.dtype).masked_fill_(~causal_mask, torch.finfo(query.dtype).min)
     q, k, v = (rows.add(x[0]) for x in (query, key, value))
-    out, _ = own(module, q, k, v, mask[None, None], **kwargs)  # [S, M, H, D]
+    out, _ = eager_attention(module, q, k, v, mask[None, None], **kwargs)  # [S, M, H, D]
     return rows.remove(out.transpose(1, 2))[None], None
 
 
 def _find_eager(module: nn.Module) -> Callable[..., Any] | None:
     """Return the attention of a family in plain operations, which is in the file of its layers."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    return next((own for file in files if (own := getattr(file, "eager_attention_forward", None)) is not None), None)
+    return next(
+        (function for file in files if (function := getattr(file, "eager_attention_forward", None)) is not None), None
+    )
 
 
 @contextmanager

@@ -62,8 +62,8 @@ def compile_layers(
     Raises ConfigError where it is strict and torch cannot compile here.
     """
     packed = not takes_rows(lm)
-    wanted = device.type == "cuda" and packed and _is_dense(lm) and _is_large(lm)
-    if setting.value is False or not (setting.strict or wanted):
+    worthwhile = device.type == "cuda" and packed and _is_dense(lm) and _is_large(lm)
+    if setting.value is False or not (setting.strict or worthwhile):
         return False
     layers = decoder_layers(lm)
     reason = None if layers else "transformers does not mark which of its layers are alike"
@@ -149,15 +149,15 @@ class _OneLine(logging.Filter):
         if record.levelno < logging.WARNING or record.exc_info is None:
             return True
         if not self._logged:
-            reason, its = one_line(record.exc_info[1] or record.getMessage())[:300], self._setting
+            reason, setting = one_line(record.exc_info[1] or record.getMessage())[:300], self._setting
             text = "a part of the %s's layers is not compiled (%s): %s; %s"
-            log.warning(text, its.owner, its.text, reason, its.remedy)
+            log.warning(text, setting.owner, setting.text, reason, setting.remedy)
             self._logged = True
         return False
 
 
 def _warn_in_one_line(setting: CompileSetting) -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    for installed in [its for its in logger.filters if isinstance(its, _OneLine)]:  # of a model before this one
+    for installed in [entry for entry in logger.filters if isinstance(entry, _OneLine)]:  # of a model before this one
         logger.removeFilter(installed)
     logger.addFilter(_OneLine(setting))

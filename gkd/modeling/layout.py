@@ -81,9 +81,9 @@ class SequenceLayout:
             self._skipped.append(skipped)
             self._own.append(starts[-1] - skipped)
             starts.append(starts[-1] + length - skipped)
-        own = list(zip(sequences, self._skipped, strict=True))
-        self.token_ids = _lay([ids[skipped:] for ids, skipped in own])
-        self.position_ids = _lay([np.arange(skipped, len(ids)) for ids, skipped in own])
+        pairs = list(zip(sequences, self._skipped, strict=True))
+        self.token_ids = _lay([ids[skipped:] for ids, skipped in pairs])
+        self.position_ids = _lay([np.arange(skipped, len(ids)) for ids, skipped in pairs])
         self.cu_seqlens = np.array(starts, np.int32)
         self.max_seqlen = max(lengths, default=1)
         self.key_index: Array | None = None

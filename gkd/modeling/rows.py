@@ -116,25 +116,25 @@ def _count_up(starts: Tensor, bounds: Tensor, n: int) -> Tensor:
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """Return rows by an index that may have some more than once, whose gradients are added up in float32."""
-    taken: Tensor = _Take.apply(rows, index, None, index)  # type: ignore[no-untyped-call]
-    return taken
+    selection: Tensor = _Take.apply(rows, index, None, index)  # type: ignore[no-untyped-call]
+    return selection
 
 
 class _Take(torch.autograd.Function):
-    """Takes rows by an index of which ``kept`` have a gradient, all if None; it is added to ``origins``.
+    """Takes rows by an index of which ``grad_rows`` have a gradient, all if None; it is added to ``origins``.
 
     These may name a row more than once, or are None where they would be all rows in order.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, kept: Tensor | None, origins: Tensor | None) -> Tensor:
-        ctx.kept, ctx.origins, ctx.n_rows = kept, origins, len(rows)
+    def forward(ctx: Any, rows: Tensor, index: Tensor, grad_rows: Tensor | None, origins: Tensor | None) -> Tensor:
+        ctx.grad_rows, ctx.origins, ctx.n_rows = grad_rows, origins, len(rows)
         return rows.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
-        own = slope if ctx.kept is None else slope.index_select(0, ctx.kept)
+        gradient = slope if ctx.grad_rows is None else slope.index_select(0, ctx.grad_rows)
         if ctx.origins is None:
-            return own, None, None, None
-        sums = torch.zeros(ctx.n_rows, *own.shape[1:], dtype=torch.float32, device=own.device)
-        return sums.index_add_(0, ctx.origins, own.float()).to(own.dtype), None, None, None
+            return gradient, None, None, None
+        sums = torch.zeros(ctx.n_rows, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+        return sums.index_add_(0, ctx.origins, gradient.float()).to(gradient.dtype), None, None, None

@@ -315,7 +315,7 @@ def _find_largest(teachers: Mapping[str, ModelShape]) -> ModelShape:
     note = (
         f"each of the teacher's engines is taken to have the largest model, {name}, and as many samples as the others"
     )
-    positions = min((own.positions for own in teachers.values() if own.positions), default=None)
+    positions = min((teacher.positions for teacher in teachers.values() if teacher.positions), default=None)
     return replace(shape, positions=positions, note="; ".join(filter(None, (shape.note, note))), is_exact=False)
 
 

@@ -253,9 +253,9 @@ def _read_other_names(config: Mapping[str, Any]) -> dict[str, int]:
     """
     numbers = {"num_hidden_layers": len(kinds)} if (kinds := layer_kinds(config)) else dict[str, int]()
     for name, others in OTHER_NAMES.items():
-        found = next((other for other in others if other in config), None)
-        if found is not None and name not in config:
-            numbers[name] = _require_count(config, found)
+        alias = next((other for other in others if other in config), None)
+        if alias is not None and name not in config:
+            numbers[name] = _require_count(config, alias)
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         numbers["num_key_value_heads"] = 1
     return numbers

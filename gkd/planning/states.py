@@ -80,17 +80,17 @@ def _read_nested(entries: Any) -> dict[str, Any]:
     listed = (("linear_attention", "kda_layers"), ("full_attention", "full_attn_layers"))
     kinds = [kind for kind, name in listed if isinstance(entries.get(name), list) for _ in entries[name]]
     names = zip(_KIMI, ("num_heads", "head_dim", "short_conv_kernel_size"), strict=True)
-    return {"layer_types": kinds, **{name: entries.get(its) for name, its in names}}
+    return {"layer_types": kinds, **{name: entries.get(key) for name, key in names}}
 
 
 def _count_layers(config: Mapping[str, Any], kind: str, n_layers: int) -> tuple[int, int]:
     """Count the layers with a state, and those without attention."""
     if kinds := layer_kinds(config):
         kinds = kinds[:n_layers]
-        return sum(own in _STATE for own in kinds), sum(own in _NO_ATTENTION for own in kinds)
+        return sum(layer in _STATE for layer in kinds), sum(layer in _NO_ATTENTION for layer in kinds)
     if kind == "falcon_h1":  # has both in every layer
         return n_layers, 0
-    attending = next((its for name in _ATTENDING if isinstance(its := config.get(name), list)), None)
+    attending = next((indices for name in _ATTENDING if isinstance(indices := config.get(name), list)), None)
     every = config.get("full_attention_interval")
     if attending is not None:
         n_attending = len({i for i in attending if type(i) is int and 0 <= i < n_layers})

@@ -60,8 +60,8 @@ def read_stored(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def count_stored(shape: ModelShape, stored: TensorSizes) -> ModelShape:
     """Return ``shape`` with the weights that are ``stored``; as it is where these are not those of its layers."""
-    own = {name: size for name, size in stored.items() if not _OTHER_PARTS.search(name)}
-    parts = {name: match for name in own if (match := _LAYER.fullmatch(name))}
+    sizes = {name: size for name, size in stored.items() if not _OTHER_PARTS.search(name)}
+    parts = {name: match for name in sizes if (match := _LAYER.fullmatch(name))}
     prefixes = Counter(match[1] for match in parts.values())
     if not prefixes:
         return shape
@@ -69,7 +69,7 @@ def count_stored(shape: ModelShape, stored: TensorSizes) -> ModelShape:
     by_layer: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, match in parts.items():
         if match[1] == prefix:
-            by_layer.setdefault(int(match[2]), {})[match[3]] = own.pop(name)
+            by_layer.setdefault(int(match[2]), {})[match[3]] = sizes.pop(name)
     by_layer = {number: tensors for number, tensors in by_layer.items() if number < shape.n_layers}
     if len(by_layer) != shape.n_layers:
         return shape
@@ -77,7 +77,7 @@ def count_stored(shape: ModelShape, stored: TensorSizes) -> ModelShape:
     alike = Counter(tuple(_list_weights(tensors, experts)) for tensors in by_layer.values())
     layers = tuple(Layers(count, weights, *_find_width(shape, weights)) for weights, count in alike.items())
     head = {"lm_head.weight"} if shape.tied else set[str]()
-    root = tuple(_list_weights({name: size for name, size in own.items() if name not in head}, None))
+    root = tuple(_list_weights({name: size for name, size in sizes.items() if name not in head}, None))
     note = shape.note.replace("counted as", "its weights are counted as its files have them, all else as of")
     return replace(shape, layers=layers, root=root, note=note)
 

@@ -61,8 +61,8 @@ class Advice:
     def line(self, is_cpu: bool) -> str:
         """Return the changes and what they cost, in words; ``is_cpu``: where all groups share a machine's memory."""
         host = f", with {self.host / GB:.1f} GB of the host's memory" if self.host and not is_cpu else ""
-        whose = "of the machine's memory" if is_cpu else "a GPU"
-        saved = f"saves {self.saves / GB:.1f} GB {whose}{host}"
+        scope = "of the machine's memory" if is_cpu else "a GPU"
+        saved = f"saves {self.saves / GB:.1f} GB {scope}{host}"
         return f"{self.overrides()} ({saved}; a step takes {self.slower:.2f} of the time)"
 
 
@@ -140,8 +140,8 @@ def advise_by_memory(layout: Layout, sizes_gb: Sequence[float]) -> list[tuple[fl
 def explain_shortage(layout: Layout, group: str) -> str:
     """Return one line: what does not fit, and the mildest changes."""
     memory = memory_of(layout, group)
-    own = next(advise(layout, group), None)
-    fits = own.overrides() if own else advise_all(layout)
+    advice = next(advise(layout, group), None)
+    fits = advice.overrides() if advice else advise_all(layout)
     needs = _describe_shortage(memory, layout.hardware.is_cpu)
     return f"{needs}; {f'this fits: {fits}' if fits else explain_no_advice(layout, memory)}"
 
@@ -247,12 +247,12 @@ def _sets_of_changes(trials: _Trials, changes: Sequence[Change], n: int, level: 
 
     Those are left out that do not fit with their strongest values.
     """
-    for chosen in itertools.combinations(changes, n):
-        if not any(change.level == level for change in chosen) or len({change.setting for change in chosen}) < n:
+    for subset in itertools.combinations(changes, n):
+        if not any(change.level == level for change in subset) or len({change.setting for change in subset}) < n:
             continue
-        if trials.can_fit(chosen):
-            for values in itertools.product(*(change.values for change in chosen)):
-                yield {change.setting: value for change, value in zip(chosen, values, strict=True)}
+        if trials.can_fit(subset):
+            for values in itertools.product(*(change.values for change in subset)):
+                yield {change.setting: value for change, value in zip(subset, values, strict=True)}
 
 
 def _step_seconds(layout: Layout) -> float:

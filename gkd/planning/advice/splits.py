@@ -104,8 +104,8 @@ def best_splits(
     for split in splits:
         more = any(all(better.gpus[group] <= n for group, n in split.gpus.items()) for better in best)
         (wasteful if more else best).append(split)
-    chosen = best[:count] + wasteful[: max(0, count - len(best))]
-    return sorted(chosen, key=lambda split: split.step.seconds)
+    selection = best[:count] + wasteful[: max(0, count - len(best))]
+    return sorted(selection, key=lambda split: split.step.seconds)
 
 
 def _with_pools(config: Config, mix: dict[str, PoolSize]) -> Config:
@@ -193,20 +193,20 @@ def _order_mixes(sizes: dict[str, list[PoolSize]], n_gpus: int, ahead: bool) -> 
         candidates += [(float(step[i]), int(sampling.totals[i]) + actor.pool.n_workers, a, int(i)) for i in quickest]
     scorers = [section for section in sizes if section not in ("trainer", "rollout")]
     for _, _, a, i in heapq.nsmallest(TRIED, candidates):
-        chosen = dict(zip([*scorers, "rollout"], sampling.chosen[i], strict=True))
-        yield {section: of[a if section == "trainer" else chosen[section]] for section, of in sizes.items()}
+        positions = dict(zip([*scorers, "rollout"], sampling.pool_indices[i], strict=True))
+        yield {section: of[a if section == "trainer" else positions[section]] for section, of in sizes.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Mixes:
     """Holds combinations of several groups' pools that work side by side: seconds, tails and GPUs of each, and the
-    positions ``chosen`` of the pools, a column a group.
+    positions ``pool_indices`` of the pools, a column a group.
     """
 
     seconds: Floats
     tails: Floats
     totals: NDArray[np.int64]
-    chosen: NDArray[np.int64]
+    pool_indices: NDArray[np.int64]
 
     def join_group(self, sizes: list[PoolSize], most: int) -> _Mixes:
         """Return every combination with one more group; of those with equally many GPUs only the fastest are kept."""
@@ -216,9 +216,9 @@ class _Mixes:
         order = np.lexsort((seconds + tails, totals))
         starts = np.r_[0, np.flatnonzero(np.diff(totals[order])) + 1]
         place = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
-        kept = order[(place < KEPT) & (totals[order] <= most)]
-        old, new = np.divmod(kept, len(sizes))
-        return _Mixes(seconds[kept], tails[kept], totals[kept], np.c_[self.chosen[old], new])
+        fastest = order[(place < KEPT) & (totals[order] <= most)]
+        old, new = np.divmod(fastest, len(sizes))
+        return _Mixes(seconds[fastest], tails[fastest], totals[fastest], np.c_[self.pool_indices[old], new])
 
 
 def _split(layout: Layout, base: Layout, mix: dict[str, PoolSize], staleness: int, factors: Factors) -> Split:

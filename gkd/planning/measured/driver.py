@@ -45,7 +45,7 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
         # With cluster.offload a step is logged before the next one begins and requests its samples.
         before = end - min((span.start for span in recordings if span.start >= handed_over), default=end)
         sampled = any(span.end > start and span.start < end for span in sampling)
-        own = DriverTimes(
+        step_times = DriverTimes(
             start_s=before + _seconds_to_begin(sampling, start, end),
             score_s=sum(_sum_idle_seconds(scorers, a, b) for a, b in scoring if start <= (a + b) / 2 < end),
             record_s=before + recorded - start,
@@ -55,7 +55,7 @@ def driver_times(timeline: RunTimeline) -> DriverTimes:
             call_s=_sum_idle_seconds(working, handed_over, update.end),
             spared_s=sum(_sum_spared_seconds(loading, a, b) for a, b in pushes if start <= (a + b) / 2 < end),
         )
-        times.append(astuple(own))
+        times.append(astuple(step_times))
     return DriverTimes(*(fmean(column) for column in zip(*times, strict=True)))
 
 

@@ -168,9 +168,9 @@ def _persistent_items(shape: ModelShape, training: Training, offloaded: Offloade
 def _forward(shape: ModelShape, training: Training, micro: MicroBatchSize) -> dict[str, float]:
     """Return gathered weights, and what is kept for the backward pass."""
     c = training.compute
-    kept = saved_activations(shape, c, training.lora.r)
-    a_token = kept.outside
-    for layers, layer_bytes in zip(shape.layers, kept.layers, strict=True):
+    activations = saved_activations(shape, c, training.lora.r)
+    a_token = activations.outside
+    for layers, layer_bytes in zip(shape.layers, activations.layers, strict=True):
         a_token += layers.count * (c * shape.hidden if training.config.actor.gradient_checkpointing else layer_bytes)
     at_once = 1 if training.config.actor.gradient_checkpointing else shape.n_layers
     heads = shape.kv_heads + (shape.heads if training.on_cpu else 0)  # there queries and results are copied, too
@@ -272,11 +272,11 @@ def _norm(shape: ModelShape, width: int, c: int, frozen: bool) -> float:
 def _attention(shape: ModelShape, c: int, frozen: bool) -> float:
     """Return the bytes of queries, keys, values, the result (the last projection's input), and a logsumexp a head."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = float(2 * c * queries + 2 * c * keys + F32 * shape.heads)
+    n_bytes = float(2 * c * queries + 2 * c * keys + F32 * shape.heads)
     if shape.qk_norm:
         rows = shape.heads + shape.kv_heads
-        kept += rows * _norm(shape, shape.head_dim, c, frozen)
-    return kept
+        n_bytes += rows * _norm(shape, shape.head_dim, c, frozen)
+    return n_bytes
 
 
 def _mlp(shape: ModelShape, layers: Layers, c: int) -> float:

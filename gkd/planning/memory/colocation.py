@@ -99,8 +99,8 @@ def _available_bytes(
 def _with_weight_sync(layout: Layout, actor: GroupMemory, groups: list[GroupMemory]) -> GroupMemory:
     """Return the memory of an offloaded actor, whose worst moment may be when the engines' weights are there too."""
     rollout = next(group for group in groups if group.group == "rollout")
-    kept = ("weights", "optimizer state", "context, collectives")
-    moment = {name: actor.items[name] for name in kept if name in actor.items}
+    names = ("weights", "optimizer state", "context, collectives")
+    moment = {name: actor.items[name] for name in names if name in actor.items}
     moment["weights being sent"] = count_sent_bytes(layout)
     moment["engine's weights"] = sum(rollout.items.get(name, 0.0) for name in ("weights", "weights being received"))
     if sum(moment.values()) <= actor.total:
@@ -110,5 +110,5 @@ def _with_weight_sync(layout: Layout, actor: GroupMemory, groups: list[GroupMemo
 
 def _bytes_when_offloaded(memory: GroupMemory) -> float:
     """Return what a group that does not work keeps: its process on the GPU, and captured graphs."""
-    kept = ("context, CUDA graphs", "context, collectives", "collectives", "process")
-    return sum(memory.items.get(name, 0.0) for name in kept)
+    names = ("context, CUDA graphs", "context, collectives", "collectives", "process")
+    return sum(memory.items.get(name, 0.0) for name in names)

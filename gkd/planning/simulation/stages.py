@@ -189,8 +189,8 @@ def _decode_on_device_s(layout: Layout, engine: Engine, n: float) -> float:
     workload, shape, c = layout.workload, layout.models.student, layout.compute_bytes
     tp, (rate, reading) = engine.tensor_parallel_size, _engine_speed(layout, engine.tensor_parallel_size)
     context = workload.prompt + workload.response / 2
-    kept = shape.mean_context(context) * kv_bytes(shape, tp, c) + 2 * state_bytes(shape, tp, c)  # read and written
-    read = c * weights_read(shape, n) + n * tp * kept
+    cache = shape.mean_context(context) * kv_bytes(shape, tp, c) + 2 * state_bytes(shape, tp, c)  # read and written
+    read = c * weights_read(shape, n) + n * tp * cache
     return max(read / reading, n * (forward_flops(shape, context) + head_flops(shape)) / rate)
 
 
@@ -234,11 +234,11 @@ def score_one_s(layout: Layout, group: str, pool: Scorer | RewardModel) -> float
     shape, workload, length = layout.models.shape_of(group), layout.workload, layout.workload.length
     if isinstance(pool, RewardModel):
         return length * forward_flops(shape, length / 2) / layout.hardware.flops
-    its = engine_class(pool, shape)
-    n_rows = length if layout.device in its.scores_every_token else workload.response
+    kind = engine_class(pool, shape)
+    n_rows = length if layout.device in kind.scores_every_token else workload.response
     rate, _ = _engine_speed(layout, pool.tensor_parallel_size)
     if shape.is_dense and not (layout.hardware.is_cpu or pool.enforce_eager):
-        rate *= min(its.compiled_speed, 1 / (layout.config.plan.efficiency or GPU_EFFICIENCY))  # at most the GPU's own
+        rate *= min(kind.compiled_speed, 1 / (layout.config.plan.efficiency or GPU_EFFICIENCY))  # at most the GPU's own
     computed = (length * forward_flops(shape, length / 2) + n_rows * head_flops(shape)) / rate
     return computed + network_s(layout, shape, pool, length)
 
