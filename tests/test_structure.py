@@ -180,6 +180,21 @@ def test_functions_are_named_by_verbs() -> None:
     assert named == []
 
 
+PRONOUNS = {
+    "asked", "chosen", "found", "given", "his", "its", "kept", "known", "meant", "mine", "ours", "own", "said", "seen",
+    "taken", "their", "theirs", "them", "they", "told", "wanted", "whose",
+}  # fmt: skip
+
+
+def test_variables_are_named_by_what_they_hold() -> None:
+    """And parameters, and fields: nobody can tell what ``own`` is."""
+    stored = [
+        (f"{file}: {node.id}", node.id) for file, node in definitions(ast.Name) if isinstance(node.ctx, ast.Store)
+    ]
+    stored += [(f"{file}: {node.arg}", node.arg) for file, node in definitions(ast.arg)]
+    assert [place for place, name in stored if name.lstrip("_") in PRONOUNS] == []
+
+
 def test_docstrings_of_classes_name_what_they_are() -> None:
     """Or begin with a verb, and not with a question."""
     questions = {"How", "What", "Where", "Who", "Which", "Why"}

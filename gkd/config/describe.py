@@ -64,7 +64,7 @@ def _matches(setting: Setting, word: str) -> bool:
         or re.search(rf"\b{re.escape(word)}", setting.meaning.lower())
     ):
         return True
-    equivalents = " ".join(ours for alias, ours in ELSEWHERE.items() if word == alias.lower())
+    equivalents = " ".join(settings for alias, settings in ELSEWHERE.items() if word == alias.lower())
     return setting.name in re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+", equivalents)
 
 

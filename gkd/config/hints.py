@@ -70,8 +70,8 @@ def _find_alike(key: str, names: Sequence[str]) -> list[str]:
         return longer[:1]
     if "." in key:
         section, _, rest = key.partition(".")
-        ours = any(name.startswith(f"{section}.") for name in names)
-        return _find_in_section(key, names, ALIKE) or (_owners(rest.rpartition(".")[2], names) if ours else [])
+        is_section = any(name.startswith(f"{section}.") for name in names)
+        return _find_in_section(key, names, ALIKE) or (_owners(rest.rpartition(".")[2], names) if is_section else [])
     tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
     return (
         _owners(key, names)

@@ -318,7 +318,7 @@ EARLIER: dict[str, str] = {
 """Names that settings had in earlier versions."""
 
 ELSEWHERE: dict[str, str] = {
-    **{name: ours for ours, names in SAME.items() for name in names.split()},
-    **{name: ours for names, ours in (DIFFERENT | ALWAYS).items() for name in names.split()},
+    **{name: setting for setting, names in SAME.items() for name in names.split()},
+    **{name: answer for names, answer in (DIFFERENT | ALWAYS).items() for name in names.split()},
     **EARLIER,
 }

@@ -165,10 +165,10 @@ def _measure_shared_error(device: str) -> float:
     starts, keys = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ((0, 3, 6), (0, 3, 8)))
     bounds = Bounds(starts, keys, 5, torch.tensor([0, 1, 2, 0, 1, 3, 4, 5], device=device))
     q, k, v = torch.randn(3, 6, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-    ours = _variable_length(q, k, v, None, None, bounds).float()
+    output = _variable_length(q, k, v, None, None, bounds).float()
     q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
     expected = _attend_padded(q, k, v, None, None, bounds)
-    return float((ours - expected).norm() / expected.norm())
+    return float((output - expected).norm() / expected.norm())
 
 
 @cache

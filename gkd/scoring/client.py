@@ -131,28 +131,28 @@ class ScoringClient(Dispatcher):
     def _check(self, address: str, welcome: Welcome) -> None:
         """Raise ConfigError, naming both sides, when the model at ``address`` does not fit the student."""
         scorer, section = self._retry_policy.scorer, self._retry_policy.section
-        them = f"the {scorer} {welcome.model} at {address}"
+        server = f"the {scorer} {welcome.model} at {address}"
         if welcome.protocol != PROTOCOL:
             raise ConfigError(
-                f"{them} speaks protocol {welcome.protocol}, this side {PROTOCOL}: use one version of gkd"
+                f"{server} speaks protocol {welcome.protocol}, this side {PROTOCOL}: use one version of gkd"
             )
         if welcome.tokenizer_hash != self._tokenizer_hash:
             raise ConfigError(
                 f"the tokenizers of student and {scorer} differ: the student's has hash "
-                f"{self._tokenizer_hash[:16]}, that of {them} {welcome.tokenizer_hash[:16]}"
+                f"{self._tokenizer_hash[:16]}, that of {server} {welcome.tokenizer_hash[:16]}"
             )
         first, weights = self._known = self._known or (address, welcome.weights)
         if weights != welcome.weights:
             before = "before" if first == address else f"the one at {first}"
-            raise ConfigError(f"{them} has other weights than {before}: a {scorer} is one model, in all its replicas")
+            raise ConfigError(f"{server} has other weights than {before}: a {scorer} is one model, in all its replicas")
         vocabulary = min(welcome.vocabulary, self._vocabulary or welcome.vocabulary)
         if (k := min(self._top_k, vocabulary)) > welcome.max_top_k:
             raise ConfigError(
-                f"K={k} is needed (algorithm.loss.top_k, data.val_top_k), {them} gives at most {welcome.max_top_k} "
+                f"K={k} is needed (algorithm.loss.top_k, data.val_top_k), {server} gives at most {welcome.max_top_k} "
                 f"({section}.max_top_k)"
             )
         if self._max_length is not None and self._max_length > welcome.max_length:
             raise ConfigError(
-                f"prompt and response may have {self._max_length} tokens, {them} takes at most {welcome.max_length} "
+                f"prompt and response may have {self._max_length} tokens, {server} takes at most {welcome.max_length} "
                 f"({section}.max_model_len)"
             )
