@@ -223,8 +223,8 @@ class RolloutGroup:
         then = self.engines.lose(engine, failure)
         self._sample_lost_again()
         n = len(self.working_engines)
-        others = f"its samples are done again by the other {n} engines" if n else "its samples wait for an engine"
-        log.warning("%s; %s; %s", failure, others, then, extra={"kind": "death"})
+        others = f"are done again by {n} other{'s' * (n > 1)}" if n else "wait for an engine"
+        log.warning("%s; its samples %s; %s", failure, others, then, extra={"kind": "death"})
 
     def _sample_lost_again(self) -> None:
         """Request anew what engines that died had finished and nobody has collected, where their nodes have left too.

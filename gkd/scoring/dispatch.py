@@ -279,7 +279,7 @@ class Dispatcher:
         self._lost[replica.name] = reason
         policy, others = self._retry_policy, sum(r.welcome is not None for r in self.replicas if r is not replica)
         waiting = f"requests wait {policy.request_timeout_s:g} s for it ({policy.section}.request_timeout_s)"
-        then = f"its requests go to {others} others" if others else waiting
+        then = f"its requests go to {others} other{'s' * (others > 1)}" if others else waiting
         self.on_change(f"the {policy.scorer} at {replica.address} {reason}; {then}", False)
 
     def _expire(self, replica: Replica, now: float) -> None:

@@ -99,8 +99,8 @@ class ScorerWatch:
         replicas.calls = {call: other for call, other in replicas.calls.items() if other != member}
         then = replicas.lose(member, failure)
         model, others = replicas.fleet.name, len(replicas.fleet.present)
-        goes_on = f"{others} others of {model} go on" if others else f"what {model} is to score waits for it"
-        log.warning("%s; %s; %s", failure, goes_on, then, extra={"kind": "death"})
+        where = f"goes to {others} other{'s' * (others > 1)}" if others else "waits for it"
+        log.warning("%s; what %s is to score %s; %s", failure, model, where, then, extra={"kind": "death"})
         self._expected.append(replicas.expect_replica(member, replicas.start_timeout_s))
 
     def poll(self) -> list[ExpectedReplica]:

@@ -22,6 +22,7 @@ from tests.actor import models
 from tests.actor.models import make
 from tests.data.models import save_model
 from tests.data.test_answers import chat_tokenizer
+from tests.planning.tensor_bytes import TensorBytes
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 2]}, None])
@@ -37,6 +38,16 @@ def test_settings_of_generation_are_written_as_they_were(settings: dict[str, obj
     assert settings is None or json.loads((target / file.name).read_text()) == settings
     read = AutoModelForCausalLM.from_pretrained(target)
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), student.lm.parameters(), strict=True))
+
+
+def test_the_weights_of_one_file_are_held_at_a_time(tmp_path: Path) -> None:
+    """Beside them the tensor that did not fit in, and the one that is gathered next."""
+    n_bytes = 4 * 25_000
+    held = TensorBytes()
+    with held:
+        write_weights(((str(i), torch.ones(25_000)) for i in range(40)), tmp_path, 4 * n_bytes)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 10
+    assert 4 * n_bytes <= held.peak <= 6 * n_bytes
 
 
 def test_a_head_in_the_files_that_is_tied_to_another_weight_is_refused(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_a_replica_that_goes_and_comes_back_is_told(serve: Serve, connect: Conne
         assert eventually(lambda n=n_lines: len(lines) == n)
     serve(port=servers[1].port)
     assert eventually(lambda: len(lines) == 3)
-    assert contains_in_order(lines[0][0], first, "1 others") and not lines[0][1]
+    assert contains_in_order(lines[0][0], first, "1 other") and not lines[0][1]
     assert contains_in_order(lines[1][0], second, "teacher.request_timeout_s") and not lines[1][1]
     assert contains_in_order(lines[2][0], second) and lines[2][1]
 

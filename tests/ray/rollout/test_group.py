@@ -168,7 +168,7 @@ def test_engines_come_back_and_sample_once_they_have_the_weights_until_they_are_
     assert any(message.startswith("rollout rank 1 ") and "Executor failed." in message for message in caplog.messages)
     deaths = [record.getMessage() for record in caplog.records if getattr(record, "kind", "") == "death"]
     ends = [
-        "its samples are done again by the other 1 engines; it is started again (1 of cluster.worker_restarts=2)",
+        "its samples are done again by 1 other; it is started again (1 of cluster.worker_restarts=2)",
         "its samples wait for an engine; it is started again (",
         "in place of rollout 0 did not start: no GPU; it is started again (2 of cluster.worker_restarts=2)",
         "it is given up: cluster.worker_restarts=2",
