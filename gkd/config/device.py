@@ -56,19 +56,20 @@ class EngineLoad:
 class PushLoad:
     """Holds what a transfer of weights is planned for: the bytes of one push.
 
-    ``total``: of what is sent; ``bucket``: of ``weights.bucket_mb``; ``tensor``: of the largest one. ``gathered``: what
-    a rank of the actor has at most while it gathers one, ``layer``: of the largest layer. ``module``: of the largest
-    one in a layer of the engine's model, whose weights it has together before it takes them over, ``root``: of the
-    embeddings. ``width``: GPUs of an engine.
+    ``total``: of what is sent; ``bucket``: of ``weights.bucket_mb``; ``root``: of the embeddings. In layers: of the
+    largest tensor as it is sent ``tensor``, as it is gathered ``whole``, and ``gathered`` with what that takes; of the
+    largest layer ``layer``, and ``module`` of the largest module, whose weights an engine has together before it takes
+    them over. ``width``: GPUs of an engine.
     """
 
     total: float
     bucket: float
+    root: float
     tensor: float
+    whole: float
     gathered: float
     layer: float
     module: float
-    root: float
     width: int = 1
 
 

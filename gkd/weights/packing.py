@@ -160,12 +160,14 @@ class PackedTransfer(Transfer):
     def count_sent_bytes(cls, push: PushLoad) -> float:
         """Return the bytes of the buckets that are packed, of what the newest is packed of, and of the next tensor.
 
-        The largest tensor is either that one, or a bucket by itself.
+        Experts are sent one by one, and gathered together. A tensor larger than a bucket is one by itself.
         """
         if push.total <= push.bucket:
             return 2 * push.total
-        packed, alone = min(push.total, IN_FLIGHT * push.bucket), max(push.bucket, push.tensor)
-        return max(packed + push.bucket + push.gathered, 2 * alone + push.bucket + min(push.gathered, push.bucket))
+        bucket = max(push.bucket, push.tensor)
+        in_layers = min(push.total, IN_FLIGHT * bucket) + max(bucket, push.whole) + push.gathered
+        in_root = 2 * max(push.bucket, push.root) + push.bucket + push.gathered
+        return max(in_layers, in_root)
 
     @classmethod
     def count_received_bytes(cls, push: PushLoad) -> float:

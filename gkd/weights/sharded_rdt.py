@@ -23,8 +23,8 @@ class ShardedRdt(ShardTransfer):
 
     @classmethod
     def count_sent_bytes(cls, push: PushLoad) -> float:
-        """Return the bytes of two layers, one that is read and one that is gathered meanwhile."""
-        return max(2 * push.layer, push.root)
+        """Return the bytes of what is read and of the layer that is gathered meanwhile, without vLLM's own buffers."""
+        return max(push.layer, push.root) + push.layer
 
     @classmethod
     def trainer(cls, rendezvous: Rendezvous, source: ShardSource, client: Any) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from gkd.config.device import PushLoad
 from gkd.config.transfer import Place
 from gkd.weights.transfer import Receiver, Sender, Transfer, find_gpu_obstacle, find_shared_gpu
 
@@ -108,12 +107,6 @@ class ShardTransfer(Transfer):
         """Return why not every worker is on a GPU of its own, or what is not installed here; None where all is well."""
         workers = (*actor, *rollout)
         return find_gpu_obstacle(workers) or find_shared_gpu(workers) or cls.find_lacking()
-
-    @classmethod
-    def count_received_bytes(cls, push: PushLoad) -> float:
-        """Return the bytes of a module's weights, which are put together whole, and of what they are loaded into."""
-        largest = max(push.module, push.root)
-        return largest + largest / push.width
 
     @classmethod
     def find_lacking(cls) -> str | None:

@@ -143,12 +143,15 @@ class Transfer:
     @classmethod
     def count_sent_bytes(cls, push: PushLoad) -> float:
         """Return the bytes of an actor rank's GPU that a push takes: a tensor, on its way to the host."""
-        return push.gathered
+        return max(push.gathered, push.root)
 
     @classmethod
     def count_received_bytes(cls, push: PushLoad) -> float:
-        """Return the bytes of an engine's GPU that a push takes beside the model: what a module is loaded into."""
-        return max(push.module, push.root) / push.width
+        """Return the bytes of an engine's GPU that a push takes: a module's weights, until it has them all, and then
+        what it is loaded into.
+        """
+        largest = max(push.module, push.root)
+        return largest + largest / push.width
 
 
 def find_gpu_obstacle(workers: Sequence[Place]) -> str | None:

@@ -70,7 +70,7 @@ class BucketTransferEngine(Reload, IPCWeightTransferEngine):  # type: ignore[mis
             tensors = self.receiver.receive(update_info.bucket)
         load_weights: Any = self.model.load_weights
         with self.load_meanwhile():
-            load_weights([(name, t.to(self.device)) for name, t in tensors.items()])
+            load_weights((name, t.to(self.device)) for name, t in tensors.items())  # as they are loaded
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -31,11 +31,9 @@ def freeze_heap() -> None:
 
 @contextmanager
 def freeze_heap_meanwhile() -> Iterator[None]:
-    """Do so for a time: a program of the user's may go on with other things, unless it has frozen some itself."""
-    frozen_before = gc.get_freeze_count()
+    """Do so for a time: a program of the user's may go on with other things."""
     freeze_heap()
     try:
         yield
     finally:
-        if not frozen_before:
-            gc.unfreeze()
+        gc.unfreeze()

@@ -15,7 +15,7 @@ from gkd.errors import ConfigError
 from gkd.observability.timeline import StepStages, Timeline
 from gkd.planning.advice.report import plan
 from gkd.planning.layout import Layout
-from gkd.planning.measured.driver import driver_times
+from gkd.planning.measured.driver import LOADING, driver_times
 from gkd.planning.measured.factors import factors_of
 from gkd.planning.measured.timeline import RunTimeline
 from gkd.planning.simulation.run import DriverTimes
@@ -69,7 +69,11 @@ def test_an_engine_is_held_from_its_first_bucket_to_its_last(tmp_path: Path) -> 
     buckets = [("load weights", 16.25, 16.375), ("load weights", 16.5, 16.625)]
     workers = {**WORKERS, "rollout": [*WORKERS["rollout"][:1], *buckets]}
     write_timeline(tmp_path, DRIVER, workers, scored=7.0)
-    assert driver_times(RunTimeline.read(tmp_path)) == replace(AT_0, spared_s=1.0 - 0.375)
+    timeline = RunTimeline.read(tmp_path)
+    assert driver_times(timeline) == replace(AT_0, spared_s=1.0 - 0.375)
+    others = [replace(span, lane="rollout 1", end=span.end + 0.125) for span in timeline.spans if span.name == LOADING]
+    both = replace(timeline, spans=(*timeline.spans, *others))
+    assert driver_times(both).spared_s == pytest.approx(1.0 - (0.375 + 0.5) / 2)
 
 
 def test_with_offload_a_step_is_logged_before_the_next_one_begins(tmp_path: Path) -> None:
@@ -171,6 +175,20 @@ def test_the_simulation_of_a_run_has_its_drivers_times(tmp_path: Path, staleness
     step = simulate_layout(replace(layout, config=factors.lengths(layout.config)), staleness, factors)
     assert step.seconds == pytest.approx(seconds, rel=0.01)
     assert step.busy == pytest.approx({"rollout": 6 + SYNC, "actor": 6 + SYNC}, rel=0.01)
+
+
+def test_in_flight_engines_are_as_busy_in_the_simulation_as_they_were(tmp_path: Path) -> None:
+    """With half of a push, in which they loaded, and which is no sampling."""
+    layout = layout_of(
+        "+recipe=grpo", "model.size=1.5b", "plan.gpu_type=h200", "schedule.max_staleness=1", "schedule.in_flight=true"
+    )
+    row = {"response/length_mean": 100.0, "response/length_max": 100.0, "timing_s/update": 8.0, "timing_s/sync": SYNC}
+    write_run(tmp_path, layout, row, row, row)
+    workers = {**WORKERS, "rollout": [*WORKERS["rollout"][:1], ("load weights", 16.25, 16.75)]}
+    write_timeline(tmp_path, DRIVER, workers, scored=7.0)
+    factors = factors_of(str(tmp_path), layout)
+    step = simulate_layout(replace(layout, config=factors.lengths(layout.config)), 1, factors)
+    assert step.busy["rollout"] == pytest.approx(6 + 0.5, rel=0.01)
 
 
 def test_responses_are_as_long_as_those_that_the_run_logged(tmp_path: Path) -> None:

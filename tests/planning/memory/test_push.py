@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,19 +49,23 @@ class Packed(PackedTransfer):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gathered_twice"),
+    ("root", "sizes", "n_pieces", "adds"),
     [
-        ([200_000] * 30, False),  # several a bucket
-        ([3_000_000, *[100_000] * 20], False),  # the first larger than a bucket
-        ([100_000] * 3, False),  # all in one
-        ([400_000] * 12, True),  # with an adapter, which is added in float32
+        (0, [200_000] * 30, 1, False),  # several a bucket
+        (0, [3_000_000] * 6, 1, False),  # each larger than one
+        (3_000_000, [100_000] * 20, 1, False),  # embeddings that are
+        (0, [100_000] * 3, 1, False),  # all in one
+        (0, [400_000] * 12, 1, True),  # with an adapter, which is added in float32
+        (0, [2_000_000] * 4, 8, False),  # experts, which are gathered together
     ],
 )
-def test_what_a_sender_holds_is_near_the_measured_peak(sizes: list[int], gathered_twice: bool) -> None:
+def test_what_a_sender_holds_is_near_the_measured_peak(root: int, sizes: list[int], n_pieces: int, adds: bool) -> None:
     def gather() -> Iterator[tuple[str, Tensor]]:
-        for i, n in enumerate(sizes):
+        for i, n in enumerate([root] * (root > 0) + sizes):
             whole = torch.ones(n, dtype=torch.bfloat16)
-            yield str(i), (whole + torch.ones(n, dtype=torch.float32)).bfloat16() if gathered_twice else whole
+            if adds:
+                whole = (whole + torch.ones(n, dtype=torch.float32)).bfloat16()
+            yield from ((f"{i}.{number}", piece) for number, piece in enumerate(whole.chunk(n_pieces)))
 
     publisher = Publisher(Weights(transfer=f"{__name__}:Packed", bucket_mb=1), torch.device("cpu"), gather)
     tensors = TensorBytes()
@@ -68,26 +73,26 @@ def test_what_a_sender_holds_is_near_the_measured_peak(sizes: list[int], gathere
         bucket = publisher.pack(1, 0, True)
         while not bucket.last:
             bucket = publisher.pack(1, bucket.number + 1, True)
-    largest = max(sizes)
-    gathered = (2 + 8 if gathered_twice else 2) * largest
-    load = PushLoad(2 * sum(sizes), MIB, 2 * largest, gathered, layer=0, module=0, root=0)
-    assert 0.95 * tensors.peak <= Packed.count_sent_bytes(load) <= 1.5 * tensors.peak
+    whole = 2.0 * max(sizes)
+    gathered = 5 * whole if adds else whole
+    load = PushLoad(2 * (root + sum(sizes)), MIB, 2 * root, whole / n_pieces, whole, gathered, layer=0, module=0)
+    assert 0.95 * tensors.peak <= Packed.count_sent_bytes(load) <= 1.4 * tensors.peak
 
 
 def test_what_an_engine_holds_of_new_weights() -> None:
     """By hand, in bfloat16: of a small model two buckets of 512 MiB and gate and up projection, of a large vocabulary
     the head alone, of Qwen3-30B-A3B a layer's experts in their buckets; what they are loaded into is the engine's part.
-    Through the host that part alone.
+    Through the host the module alone, or the head.
     """
     layout = layout_of(*H100, "model.size=0.5b", "placement=single_gpu")  # by ipc
     experts, module = 2 * 128 * 3 * 768 * 2048, 2 * 2 * 896 * 4864
     small, head = 2 * shape_of_size("0.5b").n_parameters, 2 * 152_064 * 3584
     for size, tp, bucket_mb, expected, by_host in (
-        ("0.5b", 1, 512, small + module, 2 * 151_936 * 896),
-        ("0.5b", 1, 64, 2 * 151_936 * 896 * 2, 2 * 151_936 * 896),
-        ("7b", 1, 512, 2 * head, head),
-        ("7b", 4, 128, head * (1 + 1 / 4), head / 4),
-        ("30b-a3b", 4, 512, experts + 512 * MIB + experts / 4, experts / 4),
+        ("0.5b", 1, 512, small + module, 2 * 2 * 151_936 * 896),
+        ("0.5b", 1, 64, 2 * 151_936 * 896 * 2, 2 * 2 * 151_936 * 896),
+        ("7b", 1, 512, 2 * head, 2 * head),
+        ("7b", 4, 128, head * (1 + 1 / 4), head * (1 + 1 / 4)),
+        ("30b-a3b", 4, 512, experts + 512 * MIB + experts / 4, experts * (1 + 1 / 4)),
     ):
         student = shape_of(QWEN3_30B) if size == "30b-a3b" else shape_of_size(size)
         config = layout.config.with_settings({"weights.bucket_mb": bucket_mb})
@@ -105,7 +110,20 @@ def test_what_ways_without_buckets_hold() -> None:
     assert module < head
     assert NcclM2n.count_received_bytes(load) == head * (1 + 1 / 2)
     assert NcclM2n.count_sent_bytes(load) == head
-    assert ShardedRdt.count_sent_bytes(load) == max(2 * layer, head)
+    assert ShardedRdt.count_sent_bytes(load) == layer + max(layer, head)
+
+
+def test_what_a_rank_gathers() -> None:
+    """By hand: with an adapter a weight, what is added and the sum, in float32; experts, which have none, alone."""
+    dense, sparse = layout_of(*H100, "model.size=7b"), layout_of(*H100, "model.size=7b", "actor.lora.r=16")
+    assert push_load(dense, 1).gathered == 2 * 3584 * 18_944
+    assert push_load(sparse, 1).gathered == (2 + 2 * 4) * 3584 * 18_944
+    load = push_load(replace(sparse, models=replace(sparse.models, student=shape_of(QWEN3_30B))), 1)
+    assert load.whole == 2 * 128 * 2 * 768 * 2048
+    assert load.tensor < load.whole
+    assert load.gathered == max(2 * 128 * 3 * 768 * 2048, (2 + 2 * 4) * 2048 * 32 * 128)
+    alone = push_load(layout_of(*H100, "model.size=7b", "actor.lora.r=16", "weights.adapter_only=true"), 1)
+    assert alone.gathered == (2 + 4) * 16 * 18_944
 
 
 def test_an_adapter_alone_is_small() -> None:
@@ -134,6 +152,8 @@ def test_an_actor_may_need_most_while_it_sends() -> None:
     assert "gradients" not in items
     assert sum(items.values()) > sum(before.values())
     assert pool_memory(layout, "actor", layout.config.trainer).items["weights being sent"] == sent
+    moments = Training(layout.config.with_settings({"actor.offload_optimizer": True}), 1, 2, on_cpu=False)
+    assert "optimizer state" not in peak_items(layout.models.student, moments, micro, 1e12)
 
 
 def test_what_is_sent_is_beside_the_engines_weights_where_groups_have_a_gpu_in_turn() -> None:
@@ -145,9 +165,9 @@ def test_what_is_sent_is_beside_the_engines_weights_where_groups_have_a_gpu_in_t
     assert actor.items["weights being sent"] == count_sent_bytes(layout) > 3 * 512 * MIB
 
 
-@pytest.mark.parametrize("wrong", ["much", float("nan"), -1.0, None])
-def test_a_class_that_counts_no_bytes_is_named(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ObjectStore, "count_sent_bytes", classmethod(lambda cls, push: wrong))
+@pytest.mark.parametrize("count", [lambda push: "much", lambda push: math.nan, lambda push: -1.0, lambda: 1.0])
+def test_a_class_that_counts_no_bytes_is_named(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectStore, "count_sent_bytes", staticmethod(count))
     layout = layout_of(*H100, "model.size=0.5b", "weights.transfer=object_store")
     with pytest.raises(ConfigError, match=re.escape("ObjectStore.count_sent_bytes()")):
         count_sent_bytes(layout)

@@ -153,7 +153,9 @@ def test_what_is_under_way_is_computed_again_after_weights_are_loaded_in_flight(
     assert simulate(run).seconds == pytest.approx(10 + 0.25 + 0.1 * 4.5)
     assert simulate(replace(run, in_flight=False)).seconds == pytest.approx(10 + 0.25)
     spared = DriverTimes(spared_s=0.15)  # of a push, in which it goes on, and has more to compute again
-    assert simulate(replace(run, driver=spared)).seconds == pytest.approx(10 + 0.1 + 0.1 * 4.65)
+    step = simulate(replace(run, driver=spared))
+    assert step.seconds == step.busy["rollout"] == pytest.approx(10 + 0.1 + 0.1 * 4.65)
+    assert replace(run, driver=DriverTimes(spared_s=9.0)).spared_s == 0.25  # not more than all of it
     assert simulate(replace(run, driver=spared, in_flight=False)).seconds == pytest.approx(10 + 0.25)
 
 
