@@ -55,6 +55,8 @@ SMALL = [
 ]  # fmt: skip
 MOST_ENGINE_S, MOST_REPLICA_S = 60.0, 5.0
 """The longest from an engine's death until it samples again, and until scores come where another replica is there."""
+ENOUGH_REPLICAS = 6
+"""Of so many that are killed some had another replica beside them, unless nothing is recognised here any more."""
 FATAL = ("actor", "ray")
 """What the run begins again without."""
 
@@ -157,9 +159,9 @@ def late_scores_s(kills: Sequence[Kill], output: Path, staleness: int) -> list[f
 
 def _left_another(kill: Kill, deaths: Sequence[dict[str, Any]]) -> bool:
     """Say whether another replica was there when this one was killed."""
-    its = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
-    death = next((death for death in its if death["time"] > kill.time), None)
-    return death is not None and " go on" in death["text"]
+    own_deaths = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
+    death = next((death for death in own_deaths if death["time"] > kill.time), None)
+    return death is not None and " is to score goes to " in death["text"]
 
 
 def victims(run: subprocess.Popen[bytes], output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
@@ -256,6 +258,7 @@ def count(output: Path, options: argparse.Namespace, killed: list[Kill], code: i
         and steps == list(range(options.steps + 1))
         and stale <= options.staleness
         and max(waits, default=0.0) <= MOST_REPLICA_S
+        and (waits or n_replicas < ENOUGH_REPLICAS)
         and max(again, default=0.0) <= MOST_ENGINE_S
         and code == 0
     )
