@@ -161,7 +161,7 @@ def _left_another(kill: Kill, deaths: Sequence[dict[str, Any]]) -> bool:
     """Say whether another replica was there when this one was killed."""
     own_deaths = (death for death in deaths if death["text"].startswith(f"teacher rank {kill.rank} "))
     death = next((death for death in own_deaths if death["time"] > kill.time), None)
-    return death is not None and " is to score goes to " in death["text"]
+    return death is not None and " goes to " in death["text"]
 
 
 def victims(run: subprocess.Popen[bytes], output: Path, groups: list[str]) -> dict[tuple[str, int], int]:
