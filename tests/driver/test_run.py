@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,8 +260,21 @@ def test_a_best_student_of_steps_that_are_done_again_counts_no_more(
 def test_a_run_is_finished_or_leaves_a_checkpoint(
     fails: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ends it, up to its last file."""
+    """Whatever ends it, up to its last file. Collections of garbage leave out what was there while it trains."""
     done: list[str] = []
+    heap: list[str] = []
+
+    @contextmanager
+    def freeze() -> Iterator[None]:
+        heap.append("frozen")
+        try:
+            yield
+        finally:
+            heap.append("as before")
+
+    def train(*_: object) -> Any:
+        assert heap == ["frozen"]
+        return do("train", end)()
 
     def do(what: str, result: Any = None) -> Any:
         def call(*_: object) -> Any:
@@ -273,7 +287,8 @@ def test_a_run_is_finished_or_leaves_a_checkpoint(
 
     end = replace(STATE, validated={"val/accuracy": 0.9})
     monkeypatch.setattr("gkd.driver.run._validate_before", lambda *_: STATE)
-    monkeypatch.setattr("gkd.driver.run.train", do("train", end))
+    monkeypatch.setattr("gkd.driver.run.train", train)
+    monkeypatch.setattr("gkd.driver.run.freeze_heap_meanwhile", freeze)
     monkeypatch.setattr("gkd.driver.run.write_scores", do("write_scores"))
     if fails == "write":
         monkeypatch.setattr("gkd.observability.report.write", do("write"))
@@ -291,4 +306,5 @@ def test_a_run_is_finished_or_leaves_a_checkpoint(
         assert summary.n_val == 7 and summary.wall_s > 0 and summary == read(tmp_path)
     order = ["train", "settle", "save", "wait", "require_written", "write_scores", "write"]
     assert done == (order[:6] if fails is None else [*order[: order.index(fails) + 1], "rescue"])
+    assert heap == ["frozen", "as before"]
     assert (tmp_path / "summary.json").exists() == (fails is None)
