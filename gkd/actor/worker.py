@@ -22,7 +22,6 @@ from gkd.actor.training import RankTrainer
 from gkd.cluster.host import cores
 from gkd.cluster.workers.activity import report_here
 from gkd.cluster.workers.environment import compute_threads
-from gkd.cluster.workers.heap import freeze_heap
 from gkd.config import Config
 from gkd.config.device import Device
 
@@ -93,7 +92,6 @@ class ActorWorker:
         self.trainer = RankTrainer(student, optimizer, staging, self.config, self.rank, self.world, self.device, copies)
         self.state = RankState(self.trainer, self.model_path, self.dtype)
         self.weights.trainer = self.trainer
-        freeze_heap()
         return sum(p.numel() for p in student.parameters())
 
     def _fuse(self, lm: PreTrainedModel) -> Compilation | None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import gkd.rollout.output_queue
+from gkd.cluster.workers.activity import HERE
 from gkd.config import load
 from gkd.data.answers import with_turn_end
 from gkd.data.model_info import ModelInfo
@@ -202,3 +203,14 @@ def test_an_engine_that_is_held_or_asleep_does_no_step(worker: RolloutWorker, mo
             patch.setattr(worker.sampler, state, True)
             worker.sampler.step()
     assert len(steps) == 1
+
+
+def test_taking_requests_on_counts_as_sampling(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch it takes vLLM milliseconds, for which the engine would seem to wait for the driver."""
+    activities = list[str | None]()
+    monkeypatch.setattr(worker.engine, "add", lambda *_: activities.append(HERE.switch(None)[0]))
+    monkeypatch.setattr(worker.output_queue, "accept", lambda _: None)
+    monkeypatch.setattr(worker.sampler, "_in_engine", 0)
+    HERE.switch(None)
+    worker.sampler.add([SampleRequest(Prompt(0, np.array([A, B], np.int32), "a b"), 0, 0, Sampling(2))])
+    assert activities == ["sample"]

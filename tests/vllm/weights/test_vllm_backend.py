@@ -6,7 +6,9 @@ import base64
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,3 +101,20 @@ def test_a_communicator_that_would_do_nothing_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("vllm.envs.VLLM_DISABLE_PYNCCL", True, raising=False)
     with pytest.raises(RunFailed, match=r"VLLM_DISABLE_PYNCCL"):
         nccl.require_enabled("nccl", uid_init_process_group(bytes(128), 1, 2, 0))
+
+
+def test_tensors_are_copied_to_the_device_one_by_one() -> None:
+    """A model whose weights come through the host holds those of a module there, not a bucket's."""
+    from gkd.weights.vllm_backend import BucketTransferEngine, BucketUpdate
+
+    names, copied = ["a", "b", "c"], list[str]()
+
+    def load_weights(weights: Any) -> None:
+        for n, (name, _) in enumerate(weights, 1):
+            assert (name, copied) == (names[n - 1], names[:n])
+
+    tensors: Any = {name: SimpleNamespace(to=lambda _, name=name: copied.append(name)) for name in names}
+    model = SimpleNamespace(load_weights=load_weights)
+    receiving: Any = SimpleNamespace(model=model, device="there", load_meanwhile=nullcontext)
+    BucketTransferEngine.receive_weights(receiving, BucketUpdate(tensors=tensors))
+    assert copied == names
