@@ -12,6 +12,7 @@ import gc
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -134,16 +135,28 @@ def keep_sigterm_handler() -> Iterator[None]:
 def init_ray(**arguments: Any) -> None:
     """Call ``ray.init``, quietly; signals come to the program's own handlers meanwhile and after it.
 
+    What Ray reports of its cluster while it is connected, such as a node that left, is logged in a line each.
     Where it was started by ``uv run``, Ray would start workers so as well, without what is installed in this
     environment, and copy the current directory to them, up to 512 MB, with a run's checkpoints. It does where the
     variable is set that asks for it.
     """
     import ray
-    from ray._private import ray_constants
+    from ray._private import ray_constants, worker
 
     by_uv = UV in os.environ and ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
     with replace_attributes(ray_constants, **{UV: by_uv}), keep_sigterm_handler():
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+    logged = set[str]()
+
+    def log_report(data: dict[str, Any], ignore_prefix: bool) -> None:
+        for text in data["lines"]:
+            # Behind it are guesses at the cause and, of a node manager that was killed, its log.
+            line = re.split(r"\n| This can happen when| Possible reasons", text.lstrip())[0].rstrip()
+            if line not in logged:
+                logged.add(line)
+                log.warning("Ray: %s", line)
+
+    worker.print_to_stdstream = log_report
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import re
 
 import ray
 from ray._private import worker as ray_worker
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from gkd.errors import (
     ConfigError,
@@ -95,6 +95,10 @@ def _loss(error: Exception) -> str:
 def _death(error: RayActorError) -> str:
     """Return the reason in Ray's report of a death, without its list of everything that might have been the cause."""
     text = one_line(error)
+    if left := re.search(r"its node has died\..*?the actor's node was (.*)", text):
+        return f"its node has left ({left[1]})"
+    if isinstance(error, ActorUnavailableError) and (silent := re.search(r"([^:]+?) rpc_code", text)):
+        return f"it does not answer, so its process or its node is gone ({silent[1].strip()})"
     detail = re.search(r"Worker exit detail: (.*?)(?: There are some| Some common causes|$)", text)
     if detail and "connection error code 2" in detail[1]:
         return "its process ended without a word: killed, out of memory, or crashed in native code"

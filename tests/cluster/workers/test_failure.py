@@ -5,7 +5,14 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from ray.exceptions import ObjectLostError, ObjectReconstructionFailedError, OwnerDiedError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    ObjectReconstructionFailedError,
+    OwnerDiedError,
+    RayActorError,
+    RayTaskError,
+)
 
 from gkd.cluster.workers.failure import NodeLost, WorkerDied, WorkerHung, explain
 from gkd.errors import OutOfMemory, RemoteError, RunFailed, describe_error
@@ -19,6 +26,19 @@ def test_what_is_lost_with_a_node_counts_as_a_death_after_which_a_run_may_begin_
     assert type(failure) is WorkerDied
     assert contains_in_order(str(failure), "sampled responses: ", "node", f"({kind.__name__})")
     assert type(explain(RayTaskError("update", "", failure), "actor rank 0")) is WorkerDied
+
+
+def test_a_worker_whose_node_is_gone_is_named_without_what_ray_calls_it() -> None:
+    """Before Ray knows that a node is gone its workers do not answer; when it knows, it says how."""
+    address = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:9: Connection refused"
+    silent = ActorUnavailableError(f"RpcError: RPC error: {address} rpc_code: 14", b"1" * 16)
+    cause = "The actor died because its node has died. Node Id: 55aa the actor's node was terminated expectedly: TERM"
+    left = RayActorError(error_msg=cause)
+    for error, words in ((silent, "(Connection refused)"), (left, "(terminated expectedly: TERM)")):
+        failure = explain(error, "rollout rank 1")
+        assert type(failure) is WorkerDied
+        assert contains_in_order(str(failure), "rollout rank 1 died: ", "node", words)
+        assert "actor" not in str(failure).lower() and "rpc" not in str(failure).lower()
 
 
 def test_the_kind_of_what_a_worker_raises_stays_what_it_is() -> None:

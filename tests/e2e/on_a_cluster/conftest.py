@@ -51,6 +51,8 @@ class ClusterHere:
     port: int
     dashboard_port: int
     address: str = ""
+    home: Path | None = None
+    """What has the cluster's token, for a node that writes itself down elsewhere."""
 
     @property
     def dashboard(self) -> str:
@@ -59,7 +61,7 @@ class ClusterHere:
     def environment(self, **more: str) -> dict[str, str]:
         """A home in which Ray has never run, so without its token; what is cached is the machine's."""
         caches = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-        here = {"HOME": str(self.directory), "XDG_CACHE_HOME": caches}
+        here = {"HOME": str(self.home or self.directory), "XDG_CACHE_HOME": caches}
         return {**environment(), **here, "GKD_RAY_DIR": str(self.directory), "GKD_PYTHON": sys.executable, **more}
 
     def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
