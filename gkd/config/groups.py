@@ -143,7 +143,7 @@ class ScoringPool(Pool):
         120.0, description="time after which a replica that has requests and makes no step is given up"
     )
     max_attempts: int = Field(3, ge=1, description="times a request is sent, to other replicas where there are any")
-    heartbeat_s: float = Field(2.0, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
+    heartbeat_s: float = Field(1.2, gt=0, le=60, description="interval of heartbeats; three missed put a replica out")
 
     @model_validator(mode="after")
     def _heartbeats_come_in_time(self) -> ScoringPool:

@@ -59,7 +59,7 @@ class ScoringClient(Dispatcher):
         n_clients: int = 1,
         request_timeout_s: float = 120.0,
         max_attempts: int = 3,
-        heartbeat_s: float = 2.0,
+        heartbeat_s: float = 1.2,
         scorer: str = "teacher",
         absent: Sequence[str] = (),
     ) -> None:

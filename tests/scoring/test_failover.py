@@ -18,11 +18,12 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from gkd.config import Teacher
 from gkd.errors import ConfigError, RunFailed
 from gkd.inference.requests import Limits, RateRequest, ScorerUnavailable
 from gkd.scoring import wire
 from gkd.scoring.address import secure_server
-from gkd.scoring.attempts import NO_CONNECTION
+from gkd.scoring.attempts import NO_ANSWER, NO_CONNECTION
 from gkd.scoring.dispatch import Dispatcher, RetryPolicy
 from gkd.scoring.replica import PendingRequest, Replica
 from tests.e2e.on_a_cluster.conftest import free_port
@@ -583,3 +584,15 @@ def test_each_client_takes_its_share_of_a_server_which_begins_anew_where_it_was_
         assert replica.load == 0
     finally:
         replica.close()
+
+
+def test_a_replica_that_falls_silent_is_out_within_five_seconds() -> None:
+    """Whenever it does so: here right after an answer, which is the longest."""
+    heartbeat_s = Teacher().heartbeat_s
+    replica: Any = object.__new__(Replica)
+    replica.address = replica._connected = "tcp://127.0.0.1:1"
+    replica.socket, replica.welcome = SimpleNamespace(poll=lambda *_: True, send=lambda *_: None), object()
+    replica._heartbeat_s, replica._opened = heartbeat_s, 0.0
+    replica._missed, replica._heard, replica._next_beat = 0, True, heartbeat_s
+    beats = [now / 100 for now in range(1, 1000)]
+    assert 3 * heartbeat_s < next(now for now in beats if replica.beat(now) == NO_ANSWER) <= 5.0
