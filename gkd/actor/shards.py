@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gkd.actor.model import Student, cast_shard, gather_tensor, named_tensors
 from gkd.errors import RunFailed
+from gkd.weights.file_names import Conversion
 from gkd.weights.shards import FilePart
 
 
@@ -49,15 +50,25 @@ class StudentShards:
                 dtype = student.choose_sent_type(name, values[name], self._dtype)
                 yield next(iter(conversion.shapes)), cast_shard(first, dtype)
             else:
-                gathered = (
-                    (n, gather_tensor(values[n].detach(), student.choose_sent_type(n, values[n], self._dtype)))
-                    for n in conversion.names
-                )
-                yield from student.files.convert(gathered)
+                yield from self._gather(student, values, conversion)
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor gathered. A collective."""
-        return self._begin().file_tensors(self._dtype)
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor gathered, in the order of ``names``, as far as what is converted together is together
+        there. A collective.
+        """
+        student, place = self._begin(), {name: number for number, name in enumerate(names)}
+        values = dict(named_tensors(student.lm))
+        for conversion in sorted(student.files.conversions, key=lambda one: min(place[name] for name in one.shapes)):
+            yield from sorted(self._gather(student, values, conversion), key=lambda named: place[named[0]])
+
+    def _gather(
+        self, student: Student, values: dict[str, Tensor], conversion: Conversion
+    ) -> Iterator[tuple[str, Tensor]]:
+        gathered = (
+            (name, gather_tensor(values[name].detach(), student.choose_sent_type(name, values[name], self._dtype)))
+            for name in conversion.names
+        )
+        return student.files.convert(gathered)
 
 
 def find_equal_dim(tensor: Tensor) -> int | None:

@@ -36,7 +36,7 @@ class FilePart:
 
 
 class ShardSource(Protocol):
-    """The current weights on one rank of the actor, by the names of the model's files, all three in one order."""
+    """The current weights on one rank of the actor, by the names of the model's files; ``parts`` come as ``layout`` has them."""
 
     def layout(self) -> list[FilePart]:
         """Return what every tensor is, without gathering any."""
@@ -44,8 +44,8 @@ class ShardSource(Protocol):
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank has of each. A collective: what ranks have no equal parts of is gathered."""
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each gathered. A collective."""
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each gathered, in the order of ``names``, which are all of them. A collective."""
 
 
 @dataclass(frozen=True, slots=True)

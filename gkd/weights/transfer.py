@@ -32,7 +32,7 @@ class Bucket:
     """A part of one version of the weights.
 
     ``number`` counts from 0 in every push, and ``last`` marks the end of one. ``contents`` are what the senders that
-    packed the bucket made of it, in the order of their ranks: what a receiver gets the tensors from.
+    packed the bucket made of it, in the order in which they came: what a receiver gets the tensors from.
     """
 
     version: int

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
 from vllm.distributed.weight_transfer.m2n_common import REPLICATE, REPLICATED, M2NMesh, M2NParamMeta
 from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
 
@@ -38,17 +38,22 @@ class Shards(M2NWeightSource):  # type: ignore[misc]
 
 
 class GatheredTensors(WeightSource):  # type: ignore[misc]
-    """Yields each tensor gathered. A collective."""
+    """Yields each tensor gathered, layer by layer as vLLM divides names into layers. A collective.
+
+    A model that has layers of several kinds, as for text and for images, has some names between those otherwise.
+    """
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
+        layout = {part.name: part for part in source.layout()}
+        self._parts = [layout[name] for group in layerwise_groups(list(layout)) for name in group]
 
     def metadata(self) -> list[ParamMeta]:
         """Return each tensor's name, type and shape."""
-        return [ParamMeta(part.name, part.dtype, part.shape) for part in self._source.layout()]
+        return [ParamMeta(part.name, part.dtype, part.shape) for part in self._parts]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._source.gather()
+        return self._source.gather([part.name for part in self._parts])
 
 
 class DeliveryClient:

@@ -22,15 +22,20 @@ PROCESSOR = {
 }
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A small Gemma 3 with its tower for images, as its files are published."""
+def make_with_images() -> Gemma3ForConditionalGeneration:
+    """Make a small Gemma 3 with its tower for images."""
     torch.manual_seed(0)
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
            "image_size": 28, "patch_size": 14}  # fmt: skip
     text = SHAPE | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90)
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    return Gemma3ForConditionalGeneration(config)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The files of one, as they are published."""
+    make_with_images().save_pretrained(tmp_path / "base")
     word_tokenizer().save_pretrained(tmp_path / "base")
     for name, content in PROCESSOR.items():
         (tmp_path / "base" / name).write_text(json.dumps(content))

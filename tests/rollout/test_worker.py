@@ -83,6 +83,16 @@ def test_a_bucket_has_longer_than_the_driver_waits_which_ends_an_engine_that_han
     assert limits == [99.0]
 
 
+def test_a_bucket_of_a_push_that_is_over_is_refused(worker: RolloutWorker) -> None:
+    """As of a rank that stood still while the driver gave its push up."""
+    loop: Any = SimpleNamespace(call=lambda run, activity, timeout_s: None)
+    loader = WeightLoader(load({"rollout": {"engine": "hf"}}), 0, loop, worker.sampler)
+    loader.load_bucket(Push(2, 8, 99.0), Bucket(8, 0, False), 1)
+    with pytest.raises(RunFailed, match="push that is over"):
+        loader.load_bucket(Push(1, 7, 99.0), Bucket(7, 1, True), 1)
+    assert loader.count_arrived()[:2] == (1, 1)
+
+
 def done(worker: RolloutWorker, requests: list[SampleRequest]) -> list[ScoredSample]:
     worker.sampler.add([replace(request, key=key) for key, request in enumerate(requests)])
     by_key: dict[int, ScoredSample] = {}

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
+from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Arrivals, Delivery, Destination, Push
-from gkd.weights.transfer import IN_FLIGHT, Bucket
+from gkd.weights.publishing import Publisher
+from gkd.weights.transfer import Bucket, Sender
 
 
 def bucket(number: int, n: int, rank: int = 0) -> Bucket:
@@ -108,6 +111,11 @@ def test_a_bucket_that_does_not_come_has_a_deadline() -> None:
         begun.wait()
 
 
+def worker(engine: int) -> Any:
+    """A handle whose calls are the bucket's number and the engine."""
+    return SimpleNamespace(load_bucket=SimpleNamespace(remote=lambda push, bucket, _: (bucket.number, engine)))
+
+
 def test_a_bucket_is_loaded_while_the_next_one_is_packed_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many are on their way as there is memory for. Ray is played by a list of the calls that were waited for."""
     n, loaded = 5, list[tuple[int, int]]()
@@ -116,16 +124,64 @@ def test_a_bucket_is_loaded_while_the_next_one_is_packed_and_no_more(monkeypatch
         loaded.append(call)
         return 7
 
-    def worker(engine: int) -> Any:
-        return SimpleNamespace(load_bucket=SimpleNamespace(remote=lambda push, bucket, _: (bucket.number, engine)))
-
     monkeypatch.setattr(ray, "get", wait_for)
     delivery = Delivery(Push(1, 7, 20.0), [Destination(engine, worker(engine), 1) for engine in (0, 3)])
     for number in range(n):
         delivery.make_room()
-        assert number - len(loaded) // 2 == min(number, IN_FLIGHT - 1)  # while this one is gathered and packed
+        assert number - len(loaded) // 2 == min(number, 1)  # while this one is gathered and packed
         delivery.send(bucket(number, n))
     assert not delivery.served  # nobody serves a part
     delivery.make_room(0)
     assert loaded == [(number, engine) for number in range(n) for engine in (0, 3)]
     assert delivery.served == {0: 7, 3: 7} and not delivery.lost
+
+
+class NotingSender(Sender):
+    """Notes which bucket is packed, and how many before it are kept meanwhile."""
+
+    def __init__(self, *_: Any) -> None:
+        self.noted: list[tuple[str, int]] = []
+
+    def pack(self, tensors: dict[str, torch.Tensor], bucket: Bucket) -> None:
+        self.noted.append(("pack", bucket.number))
+
+    def release(self, keep: int = 0) -> None:
+        self.noted.append(("keep", keep))
+
+
+def test_the_next_bucket_is_gathered_and_packed_before_the_one_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [(f"{i}", torch.zeros(1 << 18)) for i in range(4)]  # a MiB each, and so a bucket
+    publisher = Publisher(Weights(transfer="object_store", bucket_mb=1), torch.device("cpu"), lambda: iter(tensors))
+    sender = publisher.sender = NotingSender()
+    monkeypatch.setattr(ray, "get", lambda call, timeout: sender.noted.append(("load", call[0])) or 7)
+    delivery = Delivery(Push(1, 7, 20.0), [Destination(0, worker(0), 1)])
+    publisher.send(delivery)
+    assert [number for what, number in sender.noted if what == "pack"] == [0, 1, 2, 3]
+    steps = [step for step in sender.noted if step[0] != "keep"]
+    for number in range(3):
+        assert steps.index(("pack", number + 1)) < steps.index(("load", number))
+        if number < 2:
+            assert steps.index(("load", number)) < steps.index(("pack", number + 2))
+    # What is kept is the bucket that may not be loaded yet.
+    assert [number for what, number in sender.noted if what == "keep"] == [0, 1, 1, 1, 0]
+    assert delivery.served == {0: 7}
+
+
+def test_an_engine_that_dies_with_two_buckets_on_their_way_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for(call: tuple[int, int], timeout: float) -> int:
+        if call[1] == 3:
+            raise RunFailed(f"it died at {call[0]}")
+        return 7
+
+    monkeypatch.setattr(ray, "get", wait_for)
+    delivery = Delivery(Push(1, 7, 20.0), [Destination(engine, worker(engine), 1) for engine in (0, 3)])
+    for number in range(2):
+        delivery.send(bucket(number, 3))
+    delivery.make_room(0)
+    assert [to.engine for to in delivery.destinations] == [0]
+    assert {engine: str(error) for engine, error in delivery.lost.items()} == {3: "it died at 0"}
+    delivery.send(bucket(2, 3))
+    delivery.make_room(0)
+    assert delivery.served == {0: 7}

@@ -50,3 +50,26 @@ def test_those_that_hang_are_lost_with_their_bucket_and_others_are_not(monkeypat
 def test_where_no_engine_has_anything_to_load_it_is_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunFailed, match=r"^late$"):
         wait(monkeypatch, {0: (3, 3, 6.5), 1: (3, 3, 6.2)})
+
+
+@pytest.mark.parametrize(("served", "ends"), [({0: 4, 1: 4}, False), ({0: 4, 1: 3}, True)])
+def test_an_engine_that_serves_other_weights_than_it_was_sent_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, served: dict[int, int], ends: bool
+) -> None:
+    sync: Any = object.__new__(WeightSync)
+    updated: list[dict[int, int]] = []
+    sync.config, sync.actor, sync._transfer = load({}), SimpleNamespace(version=4), SimpleNamespace(collective=False)
+    sync.rollout = SimpleNamespace(
+        group=SimpleNamespace(reports=["rollout rank 0", "rollout rank 1"]),
+        engines=SimpleNamespace(take_in_restarted=lambda: None),
+        colocation=SimpleNamespace(prepare_push=lambda: None),
+        present_engines=[0, 1],
+        mark_updated=updated.append,
+    )
+    monkeypatch.setattr(sync, "_send", lambda about: served)
+    if ends:
+        with pytest.raises(RunFailed, match=r"^rollout rank 1 .*\b3\b.*\b4$"):
+            sync._push(None)
+    else:
+        sync._push(None)
+    assert updated == ([] if ends else [served])

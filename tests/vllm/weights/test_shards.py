@@ -5,19 +5,25 @@ Of ``sharded_rdt`` nothing more than this is tried: its servers, RDMA and the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from gkd.actor.loading import load
+from gkd.actor.shards import StudentShards
 from gkd.config import Weights
 from gkd.errors import RunFailed
 from gkd.weights.delivery import Destination, Push
 from gkd.weights.shard_publishing import ShardPublisher
 from gkd.weights.shards import FilePart, ShardCall, ShardSource
 from gkd.weights.transfer import Bucket
+from tests.actor.test_multimodal import make_with_images
+from tests.families import make
 
 NAMES = ["embed.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "norm.weight", "head.weight"]
 SHAPE = (4, 6)
@@ -32,8 +38,8 @@ class Source(ShardSource):
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((part.name, torch.zeros(4 if part.dim is None else 2, 6)) for part in self.layout())
 
-    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, torch.full(SHAPE, float(i))) for i, name in enumerate(NAMES))
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, torch.full(SHAPE, float(NAMES.index(name)))) for name in names)
 
 
 @dataclass
@@ -78,6 +84,29 @@ def test_shards_are_described_as_vllm_has_them() -> None:
         mesh, placements = resolve_layout(shards.mesh(), meta.placements)
         validate_layout(mesh, placements, meta.shape, "source")
         assert (name, tensor.dtype) == (meta.name, meta.dtype)
+
+
+@pytest.mark.parametrize("family", ["gemma3 with images", "mixtral", "deepseek_v3"])
+def test_layers_are_gathered_one_after_the_other_as_vllm_divides_them(family: str, tmp_path: Path) -> None:
+    """Where a tower for images has names between those of layers of text, and where experts are converted."""
+    from vllm.distributed.weight_transfer.base import layerwise_groups
+
+    from gkd.weights.vllm_sources import GatheredTensors
+
+    model = make_with_images() if family.endswith("images") else make(family, 0)
+    model.save_pretrained(tmp_path)
+    student = load(tmp_path)
+    source = GatheredTensors(StudentShards(lambda: student, torch.float32))
+    metas = source.metadata()
+    names = [meta.name for meta in metas]
+    assert names == [name for group in layerwise_groups(names) for name in group]
+    in_file = load_file(tmp_path / "model.safetensors")
+    assert in_file.keys() == set(names)
+    for meta, (name, tensor) in zip(metas, source, strict=True):
+        assert (name, tensor.dtype, tuple(tensor.shape)) == (meta.name, meta.dtype, meta.shape)
+        assert torch.equal(tensor, in_file[name])
+    files_order = [part.name for part in StudentShards(lambda: student, torch.float32).layout()]
+    assert (files_order == names) == (not family.endswith("images"))  # or this would show nothing
 
 
 @pytest.fixture
