@@ -36,13 +36,15 @@ class FilePart:
 
 
 class ShardSource(Protocol):
-    """The current weights on one rank of the actor, by the names of the model's files; ``parts`` come as ``layout`` has them."""
+    """The current weights on one rank of the actor, by the names of the model's files."""
 
     def layout(self) -> list[FilePart]:
         """Return what every tensor is, without gathering any."""
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank has of each. A collective: what ranks have no equal parts of is gathered."""
+        """Yield what this rank has of each, in the order of ``layout``. A collective: what ranks have no equal parts of
+        is gathered.
+        """
 
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield each gathered, in the order of ``names``, which are all of them. A collective."""

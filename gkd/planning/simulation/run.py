@@ -29,7 +29,7 @@ class SamplingGroup:
 class ScoringGroup:
     """Describes a group that scores: ``n_servers``, and the ``seconds`` that one takes for a sample of mean tokens.
 
-    A server takes its share of what it was sent, ``a_pass`` samples at most, and is done with all of them together. Of
+    An idle server takes what they were sent, ``a_pass`` samples at most, and is done with all of them together. Of
     what is to be scored the first to be trained is sent first, once a server has less than ``held`` samples, those
     included that it works on; what it was sent it takes as it came.
     """

@@ -57,7 +57,7 @@ class SimulatedEngines:
                 break
             sample = self.waiting.popleft()
             home = self._homes.get(sample.prompt, emptiest)
-            if engines[home].held >= min(capacity, least + self._run.n):
+            if engines[home].held == capacity:
                 home = emptiest
             self._homes[sample.prompt], sample.engine = home, home
             engines[home].held += 1

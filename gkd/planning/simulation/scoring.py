@@ -35,8 +35,7 @@ class SimulatedScorers:
             queue.append(heapq.heappop(self._unsent[name])[-1])
             self._held[name] += 1
         while queue and group.busy < scoring.n_servers:
-            n = min(scoring.a_pass, -(-len(queue) // (scoring.n_servers - group.busy)))
-            samples = [queue.popleft() for _ in range(n)]
+            samples = [queue.popleft() for _ in range(min(scoring.a_pass, len(queue)))]
             group.busy += 1
             tokens = sum(self._run.prompt + sample.length for sample in samples) / self._run.mean_tokens
             self._state.run_after(

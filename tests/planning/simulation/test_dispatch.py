@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from gkd.types import Prompt, SampleRequest
 from gkd.types import Sampling as HowSampled
 from tests.samples import training_sample
 
-N_PROMPTS, N = 24, 2
+N_PROMPTS, N = 16, 4
 
 
 def run_of(**settings: Any) -> SimulatedRun:
@@ -28,7 +29,7 @@ def run_of(**settings: Any) -> SimulatedRun:
         drawn = np.random.default_rng(step).lognormal(3.0, 0.6, N_PROMPTS * N)
         return [float(length) for length in np.ceil(drawn)]
 
-    return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, SamplingGroup(3, 6, 4, lambda n: 0.01 * n), {}, **settings)
+    return SimulatedRun(N_PROMPTS, N, 5.0, 29.0, lengths, SamplingGroup(3, 12, 4, lambda n: 0.01 * n), {}, **settings)
 
 
 class Watched(SimulatedEngines):
@@ -37,7 +38,7 @@ class Watched(SimulatedEngines):
     n_given = 0
 
     def __init__(self, *arguments: Any) -> None:
-        self.dispatcher, self.queued = RequestDispatcher(range(3), 6, spill=N), set[int]()
+        self.dispatcher, self.queued = RequestDispatcher(range(3), 12, spill=N), set[int]()
         super().__init__(*arguments)
 
     def _hand_out(self, *changed_engines: int) -> None:
@@ -71,11 +72,13 @@ class Watched(SimulatedEngines):
     ("staleness", "in_flight", "together"),
     [(0, False, False), (1, False, False), (1, False, True), (2, False, False), (4, True, False)],
 )
+@pytest.mark.parametrize("continuous", [True, False])  # without, an engine frees several places at a time
 def test_requests_go_where_the_dispatcher_sends_them(
-    staleness: int, in_flight: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+    staleness: int, in_flight: bool, together: bool, continuous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updating = TrainingGroup(accumulate_s=2.0, apply_s=0.1, sync_s=0.1)
     run = run_of(updating=updating, max_staleness=staleness, in_flight=in_flight, together=together)
+    run = replace(run, sampling=replace(run.sampling, continuous=continuous))
     monkeypatch.setattr(events, "SimulatedEngines", Watched)
     monkeypatch.setattr(Watched, "n_given", 0)
     events.simulate(run, steps=6, first=0)

@@ -112,6 +112,42 @@ def test_chunks_go_in_the_order_of_the_batch() -> None:
     assert simulate(early).seconds == pytest.approx(12 + 4 * 13 / 15 + 0.5 + 0.25)
 
 
+def test_a_group_goes_into_a_chunk_with_the_last_of_its_samples() -> None:
+    """Of two groups of two the first is whole at 12 s, when all is there."""
+    groups = replace(STREAMED, n_prompts=2, n=2, lengths=lambda step: [1.0, 12.0, 1.0, 1.0], scoring={},
+                     mean_tokens=3.75, sampling=SamplingGroup(1, 4, 4, lambda n: 1.0))  # fmt: skip
+    groups = replace(groups, updating=replace(groups.updating, unit=2, chunk_tokens=1.0))
+    assert simulate(groups).seconds == pytest.approx(12 + 4 + 0.5 + 0.25)
+
+
+def test_a_batch_that_comes_while_the_step_before_is_recorded_waits_for_that() -> None:
+    """By hand: one is sampled every 20 s, in flight; an update of 4.5 s and a push of 0.25 begin when it is there."""
+    run = replace(RUN, scoring={}, max_staleness=1, in_flight=True)
+    assert simulate(run, steps=8).seconds == pytest.approx(20.25)
+    recording = replace(run, driver=DriverTimes(record_s=18.0))
+    assert simulate(recording, steps=8).seconds == pytest.approx(18 + 4.5 + 0.25)
+
+
+def test_what_is_requested_and_has_not_begun_is_drained_as_well() -> None:
+    """By hand: an update of 1 s ends before the next batch's 20 s begin, 3 s after the push of 0.25 s."""
+    run = replace(RUN, scoring={}, max_staleness=1, driver=DriverTimes(start_s=3.0),
+                  updating=TrainingGroup(0.5, 0.5, 0.25))  # fmt: skip
+    assert simulate(run, steps=8).seconds == pytest.approx(3 + 20 + 0.25)
+
+
+def test_what_comes_while_a_static_batch_is_sampled_waits_for_its_end() -> None:
+    """By hand, one sample a step, the next one's ahead: steps 1 and 2 end at 14.75 and 19.5 s, and then 3 and 4 begin.
+
+    Both take 10 s and the 0.25 s of the first push meanwhile. Where 4 begins at 19.5 s it ends with no push at 29.5 s,
+    and step 4 at 29.75 + 4.75 s; where it begins as 3 ends, at 25 s, it ends at 35.25 s, and step 4 at 40 s.
+    """
+    run = SimulatedRun(1, 1, 0.0, 10.0, lambda step: [10.0], SamplingGroup(1, 2, 2, lambda n: 1.0), {},
+                       TrainingGroup(4.0, 0.5, 0.25), max_staleness=1, in_flight=True)  # fmt: skip
+    beside = simulate(run, steps=2, first=2).seconds
+    alone = simulate(replace(run, sampling=replace(run.sampling, continuous=False)), steps=2, first=2).seconds
+    assert (beside, alone) == pytest.approx(((34.5 - 19.5) / 2, (40 - 19.5) / 2))
+
+
 def test_one_step_off_takes_the_longer_side_and_the_push() -> None:
     """By hand: the next batch is sampled within the update or the update within it, and both stop for the weights."""
     assert simulate(replace(RUN, max_staleness=1)).seconds == pytest.approx(20.25 + 3 + 3 - 3 - 3, abs=0.3)
@@ -260,6 +296,23 @@ def test_a_streamed_step_takes_the_actors_time_and_a_tail() -> None:
     fastest = best_splits(layout_of(*WEIGHTS), 8)[0]
     assert fastest.gpus == {"actor": 4, "rollout": 1, "teacher": 3}
     assert round(fastest.step.seconds) == 897
+
+
+def test_a_layout_is_simulated_as_its_settings_have_it() -> None:
+    two_engines = (*LARGE, "rollout.n_gpus_per_node=2", "schedule.max_staleness=1")
+
+    def planned(*settings: str, staleness: int = 1) -> SimulatedRun:
+        return run_of(layout_of(*two_engines, *settings), staleness, Factors())
+
+    ways = [planned(f"weights.transfer={way}").together for way in ("nccl", "object_store")]
+    assert ways == [True, False]
+    in_flight = planned("schedule.in_flight=true")
+    assert in_flight.in_flight and in_flight.sampling.recompute_s > 0
+    assert planned("schedule.in_flight=true", "schedule.recompute_cache=false").sampling.recompute_s == 0
+    assert not planned("schedule.in_flight=true", staleness=0).in_flight  # whatever is set, as there is none to change
+    one, two = (planned("actor.max_tokens_per_micro_batch=8192", f"trainer.n_gpus_per_node={n}") for n in (1, 2))
+    assert one.updating.chunk_tokens is not None
+    assert two.updating.chunk_tokens == pytest.approx(2 * one.updating.chunk_tokens, rel=0.01)
 
 
 def test_factors_scale_what_they_are_of() -> None:
