@@ -13,18 +13,17 @@ environment test
 # Bytecode is written once for all programs that tests start, and pytest keeps that of the tests for the next time.
 unset PYTHONDONTWRITEBYTECODE
 "$PYTHON" -m compileall -q gkd recipes tests
-processes=3 types=
+types=
 output=$(mktemp)
 trap 'rm -f "$output"; [ -z "$types" ] || kill "$types" 2>/dev/null || true' EXIT
 if [[ " $* " == *" --all "* ]]; then
-  processes=4
   "$PYTHON" -m mypy >"$output" 2>&1 &  # beside the first tests, which leave it a core; its report comes last
   types=$!
 fi
 code=0
-# More than there are cores, as many a test waits for a time. See tests/conftest.py. And without plugins that packages
-# bring and nothing here uses.
-"$PYTHON" -m pytest -n "$processes" --dist loadscope -p no:anyio -p no:hydra_pytest "$@" || code=$?
+# Three on two cores, as many a test waits for a time. See tests/conftest.py. And without plugins that packages bring and
+# nothing here uses.
+"$PYTHON" -m pytest -n 3 --dist loadscope -p no:anyio -p no:hydra_pytest "$@" || code=$?
 if [ -n "$types" ]; then
   wait "$types" || code=$((code ? code : 1))
   types=

@@ -68,14 +68,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 # Lanes: tests that share a Ray, engines, or models made for them, in the order in which they begin. Those of
 # ray/cluster have their process' connection to Ray for themselves. Other files are lanes of their own: those that start
 # programs, and at the end those of the fast tier, which keep all processes busy: files that take longest come first.
-LANES = ("e2e/on_a_cluster", "ray/cluster", "ray", "vllm")
+LIBRARY = "library"
+LANES = ("ray/cluster", LIBRARY, "e2e/on_a_cluster")
 LONGEST = ("planning/", "config/", "scoring/", "actor/", "rewards/test_judge", "observability/test_trackers", "test_")
 
 
 def lane(nodeid: str) -> str:
     """Name the lane of a test."""
     file = nodeid.partition("::")[0].removeprefix("tests/")
-    return next((name for name in LANES if file.startswith(f"{name}/")), file)
+    for name in ("ray/cluster", "e2e/on_a_cluster"):
+        if file.startswith(f"{name}/"):
+            return name
+    return LIBRARY if file.startswith(("ray/", "vllm/")) else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

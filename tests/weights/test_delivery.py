@@ -172,7 +172,7 @@ def test_the_next_bucket_is_gathered_and_packed_before_the_one_before_it_is_load
 def test_an_engine_that_dies_with_two_buckets_on_their_way_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_for(call: tuple[int, int], timeout: float) -> int:
         if call[1] == 3:
-            raise RunFailed(f"it died at {call[0]}")
+            raise RunFailed(f"bucket {call[0]}")
         return 7
 
     monkeypatch.setattr(ray, "get", wait_for)
@@ -181,7 +181,7 @@ def test_an_engine_that_dies_with_two_buckets_on_their_way_is_lost_once(monkeypa
         delivery.send(bucket(number, 3))
     delivery.make_room(0)
     assert [to.engine for to in delivery.destinations] == [0]
-    assert {engine: str(error) for engine, error in delivery.lost.items()} == {3: "it died at 0"}
+    assert {engine: str(error) for engine, error in delivery.lost.items()} == {3: "bucket 0"}
     delivery.send(bucket(2, 3))
     delivery.make_room(0)
     assert delivery.served == {0: 7}

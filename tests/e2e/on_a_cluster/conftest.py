@@ -31,10 +31,10 @@ HANDED_OUT: set[int] = set()
 def free_port() -> int:
     """One below those that the system gives to whoever binds none, as it stays free until a program has started.
 
-    No other call returns it, neither in this process nor in the others that run tests, four at most.
+    No other call returns it, neither in this process nor in the others that run tests, three at most.
     """
-    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    ports = [*random.sample(sorted({*range(32_000 + process, 32_768, 4)} - HANDED_OUT), 50), 0]
+    third = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 3
+    ports = [*random.sample(sorted({*range(32_000 + third, 32_768, 3)} - HANDED_OUT), 50), 0]
     for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
