@@ -12,7 +12,7 @@ from gkd.actor.ranks import ANSWERS_S, ActorRanks
 from gkd.algorithms.aggregation import Totals, chunk_weights, token_weights
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.deadline import Deadline
-from gkd.cluster.workers.group import Attend, Group, PendingCall, gather, is_any_done, is_done, read_outcome
+from gkd.cluster.workers.group import Attend, Group, PendingCall, gather_partners, is_any_done, is_done, read_outcome
 from gkd.config import Algorithm, Config, Loss
 from gkd.errors import OutOfMemory
 from gkd.types import TrainingSample
@@ -229,7 +229,7 @@ class ActorGroup(ActorRanks):
             # The first rank that is done, or has failed, is enough: the others are with it or wait for it.
             while self.meanwhile is not None and not is_any_done(call) and not deadline.is_over():
                 self.meanwhile(call.refs)
-        return gather(calls, deadline)
+        return gather_partners(calls, deadline)
 
     def _shrink(self, failure: OutOfMemory) -> None:
         """Start the ranks again with smaller micro-batches, in which they accumulate a step's chunks again.

@@ -12,7 +12,16 @@ from gkd.actor.batches import AppliedUpdate
 from gkd.cluster.workers.colocation import Colocation
 from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.environment import environment
-from gkd.cluster.workers.group import Attend, Group, PendingCall, attend_until_done, gather, is_done, wait
+from gkd.cluster.workers.group import (
+    Attend,
+    Group,
+    PendingCall,
+    attend_until_done,
+    gather,
+    gather_partners,
+    is_done,
+    wait,
+)
 from gkd.config import Config
 from gkd.errors import RunFailed
 
@@ -60,7 +69,7 @@ class ActorRanks:
 
     def load(self) -> int:
         """Have the ranks meet and read the student; returns its number of parameters."""
-        n_parameters: list[int] = gather([self.submit_load()], self.config.cluster.start_timeout_s)[0]
+        n_parameters: list[int] = gather_partners([self.submit_load()], self.config.cluster.start_timeout_s)[0]
         return n_parameters[0]
 
     def submit_load(self) -> PendingCall:
@@ -89,9 +98,9 @@ class ActorRanks:
             self.group.submit_control("state.abort_collectives", activity="aborting what the ranks wait in")
         wait(snapshots, limit)
         self.group = self._restart()
-        gather([self.submit_build()], limit)
+        gather_partners([self.submit_build()], limit)
         self.load()
-        gather([self.group.submit_each("state.take_over", [[ref] for ref in snapshots.refs])], limit)
+        gather_partners([self.group.submit_each("state.take_over", [[ref] for ref in snapshots.refs])], limit)
 
     def offload(self) -> None:
         """Have all ranks move what they hold to the host."""
@@ -170,4 +179,4 @@ class ActorRanks:
         call = self.group.submit("state.save", directory, activity="writing the student (trainer.save_timeout_s)")
         if attend is not None:
             attend_until_done(call, deadline.limit_s, attend)
-        gather([call], deadline)
+        gather_partners([call], deadline)

@@ -52,7 +52,7 @@ def test_chunks_are_accumulated_again_before_what_ran_out_of_memory_is_called_ag
     """Behind them, a rank whose memory ran out in one would keep the other waiting in the call."""
     ranks: Any = Ranks()
     actor = ActorGroup(ranks, load({"actor": {"max_tokens_per_micro_batch": 60}}), "", lambda: ranks)
-    monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
+    monkeypatch.setattr(gkd.actor.group, "gather_partners", ranks.gather)
     monkeypatch.setattr(gkd.actor.group, "read_outcome", lambda call: None)  # it shows when they are waited for
     monkeypatch.setattr(actor, "_start_again", lambda: ranks.did.append("start again"))
     for key in range(2):
@@ -95,7 +95,7 @@ def test_log_probabilities_are_computed_beforehand_where_ratios_are_taken(
     ranks: Any = Ranks()
     config = load({"actor": {"mini_batch_size": 1}, "algorithm": algorithm})
     actor = ActorGroup(ranks, config, "", lambda: ranks)
-    monkeypatch.setattr(gkd.actor.group, "gather", ranks.gather)
+    monkeypatch.setattr(gkd.actor.group, "gather_partners", ranks.gather)
     actor.update([training_sample(key) for key in range(2)], 1)
     assert ranks.did == ["compute_logprobs"] * computed + ["update"] * 2
 
@@ -112,7 +112,7 @@ def test_the_time_of_an_update_is_that_of_the_slowest_rank_with_the_references_l
     )
     actor = ActorGroup(ranks, config, "", lambda: ranks)
     monkeypatch.setattr(gkd.actor.group, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(gkd.actor.group, "gather", lambda calls, _: [results[call.activity] for call in calls])
+    monkeypatch.setattr(gkd.actor.group, "gather_partners", lambda calls, _: [results[call.activity] for call in calls])
     monkeypatch.setattr(gkd.actor.group, "read_outcome", lambda call: None)
     actor.accumulate([[training_sample(0)], [training_sample(1)]])
     assert actor.apply(1)["timing_s/update"] == 3.0 + 3.0 + 5.0  # for both chunks, then both chunks

@@ -26,6 +26,8 @@ from gkd.errors import ControlLost, RunFailed
 log = logging.getLogger("gkd")
 KILL_S = 20.0
 """Time a node has to kill a process that hangs; Ray may have to start one of its own for it."""
+DEATH_IS_KNOWN_S = 5.0
+"""Ray reports a process that ended within this time."""
 POLL_EVERY_S = 1.0
 """How often a wait looks whether Ray's control service is there."""
 GET_S = 20.0
@@ -285,6 +287,22 @@ def attend_until_done(call: PendingCall, timeout_s: float, attend: Attend) -> No
     while late and time.monotonic() < deadline and read_outcome(call) is not False:
         attend(late)
         _, late = ray.wait(late, num_returns=len(late), timeout=0, fetch_local=False)
+
+
+def gather_partners(calls: Sequence[PendingCall], timeout_s: float | Deadline) -> list[list[Any]]:
+    """Wait for calls as :func:`gather` does, of workers that wait for each other.
+
+    One that has lost its partner may report that before Ray has noticed the death which is behind it: raised is the
+    death then, from which a run begins again.
+    """
+    try:
+        return gather(calls, timeout_s)
+    except RunFailed as failure:
+        # One of a kind of its own, as where memory ran out, has a reason of its own.
+        death = find_first_death(calls, DEATH_IS_KNOWN_S) if type(failure) is RunFailed else None
+        if death is None:
+            raise
+        raise WorkerDied(f"{death}; {failure}") from None
 
 
 def find_first_death(calls: Sequence[PendingCall], timeout_s: float) -> WorkerDied | None:

@@ -12,15 +12,13 @@ from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
-from gkd.cluster.workers.group import PendingCall, find_first_death, gather
+from gkd.cluster.workers.group import DEATH_IS_KNOWN_S, PendingCall, find_first_death, gather
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
 from gkd.weights.delivery import Destination, Push
 from gkd.weights.transfer import Transfer
 
-DEATH_IS_KNOWN_S = 5.0
-"""Ray reports a process that ended within this time."""
 ANSWERS_S = 5.0
 """Time that an engine which is not hung takes to report how far it is."""
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import ray
 from gkd.cluster.session import reaper
 from gkd.cluster.session.connect import connect
 from gkd.cluster.workers.failure import WorkerDied, explain
-from gkd.cluster.workers.group import gather, kill_worker
+from gkd.cluster.workers.group import gather, gather_partners, kill_worker
 from gkd.cluster.workers.placement import place
 from gkd.cluster.workers.reserve import read_nodes
 from gkd.errors import ConfigError, RunFailed
@@ -148,10 +149,13 @@ def test_a_death_names_the_worker_and_the_reason(placed):
     actor, rollout = by_name["actor"], by_name["rollout"]
     gather([actor.submit_build(ECHO, [(0,)]), rollout.submit_build(ECHO, [(0,), (1,)])], 60)
     pid = rollout.reports[1].pid
-    busy = rollout.submit("wait_for_flag")
-    os.kill(pid, 9)
+    # One that waited for it fails first, as in a collective.
+    together = rollout.submit("fail", 0, "value")
+    threading.Timer(1.0, os.kill, (pid, 9)).start()
+    with pytest.raises(WorkerDied, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: .*rank 0\b.*ValueError"):
+        gather_partners([together], 30)
     with pytest.raises(RunFailed, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: "):
-        gather([busy], 30)
+        gather([rollout.submit("wait_for_flag")], 30)
     with pytest.raises(RunFailed, match=r"^actor rank 0 .* died: ") as caught:
         actor.call("die", timeout_s=30)
     assert "\n" not in str(caught.value)
