@@ -24,7 +24,7 @@ from gkd.data.stream import PromptStream
 from gkd.driver.checkpoints.checkpoint import RunState
 from gkd.driver.checkpoints.saving import Checkpoints
 from gkd.driver.loop.parts import RunLog
-from gkd.driver.loop.train import StepTimes, train
+from gkd.driver.loop.train import StepTimes, _push, train
 from gkd.driver.validation.early_stop import EarlyStop
 from gkd.durable import DirectoryIdentity
 from gkd.errors import RunFailed
@@ -452,3 +452,26 @@ def test_a_run_that_goes_on_logs_first_what_was_trained_and_not_logged(tmp_path:
     first, last = run.rows()
     assert (first["step"], first["actor/loss"], first["val/accuracy"]) == (2, 7.0, pytest.approx(0.2))
     assert last["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "in_flight", "expected"),
+    [(0, False, ["push", "request"]), (1, False, ["drain", "request"]), (1, True, ["push", "request"])],
+)
+def test_engines_are_drained_before_weights_where_these_do_not_come_in_flight(
+    max_staleness: int, in_flight: bool, expected: list[str]
+) -> None:
+    did: list[str] = []
+
+    def push_drained(request: Callable[[], None]) -> list[tuple[float, float]]:
+        did.append("drain")
+        request()
+        return [(1.0, 3.0)]
+
+    config = load({"schedule": {"max_staleness": max_staleness, "in_flight": in_flight}})
+    sync = SimpleNamespace(push=lambda: did.append("push"), push_drained=push_drained)
+    parts: Any = SimpleNamespace(sync=sync, answers=None)
+    at = StepTimes(0.0)
+    _push(config, parts, at, lambda: did.append("request"))
+    assert did == expected and at.done > 0
+    assert at.timings(None).get("timing_s/drain") == (2.0 if "drain" in did else None)

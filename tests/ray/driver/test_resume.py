@@ -62,6 +62,7 @@ class World:
     served: int = 0
     staleness: int = 0
     meanwhile: Any = None
+    beside: Any = None
     group: Any = field(default_factory=lambda: SimpleNamespace(reports=()))
     seeds: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """Of what was requested, by order and prompt."""
@@ -96,7 +97,8 @@ class World:
         return []
 
     def update(self, samples: list[TrainingSample], step: int) -> dict[str, float]:
-        """Two mini-batches, the second of which nobody may be there to wait for."""
+        """Two mini-batches, the second of which nobody may be there to wait for; beside it samples are logged."""
+        self.beside()
         for number in (1, 2):
             self.value = (self.value * 31 + number + sum(sample.n_tokens - 1 for sample in samples)) % 1009
             self.rows = (*self.rows[: number - 1], {"actor/loss": float(self.value)})
@@ -217,7 +219,8 @@ def test_every_step_is_trained_and_logged_once(moment: str, step: int, tmp_path:
         mean, whole_mean = ([row.pop("staleness/mean") for row in of] for of in (rows, uninterrupted))
         assert rows == uninterrupted  # the same prompts, whose lengths decide the losses here
         assert mean == whole_mean or staleness
-        assert again.logged("samples.jsonl") == whole.logged("samples.jsonl")
+        logged = [row["step"] for row in again.logged("samples.jsonl")]
+        assert logged == list(range(1, STEPS + 1)) and again.logged("samples.jsonl") == whole.logged("samples.jsonl")
         assert again.value == whole.value
         assert ended.seeds | again.seeds == whole.seeds  # what is sampled again has the seeds that it had
         assert all(again.seeds.get(place, seeds) == seeds for place, seeds in ended.seeds.items())
