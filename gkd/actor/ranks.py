@@ -98,7 +98,7 @@ class ActorRanks:
             self.group.submit_control("state.abort_collectives", activity="aborting what the ranks wait in")
         wait(snapshots, limit)
         self.group = self._restart()
-        gather_partners([self.submit_build()], limit)
+        gather([self.submit_build()], limit)
         self.load()
         gather_partners([self.group.submit_each("state.take_over", [[ref] for ref in snapshots.refs])], limit)
 

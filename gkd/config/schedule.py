@@ -28,8 +28,9 @@ class Schedule(Settings):
     in_flight: bool = Field(
         False,
         description="new weights are loaded while responses are being sampled, whose further tokens are theirs; false: "
-        "into each engine between two batches, so that equal seeds give equal runs where rollout.max_num_seqs has "
-        "places for all requests; with fewer the last bits of log-probabilities depend on when requests come (verl: "
+        "into each engine between two batches, so that equal seeds give equal runs with one engine, or where all get "
+        "weights together (nccl), and rollout.max_num_seqs has places for all requests; else the last bits of "
+        "log-probabilities depend on when requests come (verl: "
         "async_training.partial_rollout)",
     )
     recompute_cache: bool = Field(

@@ -12,7 +12,7 @@ from gkd.cluster.layout.assignment import Report
 from gkd.cluster.workers.colocation import SLACK_S
 from gkd.cluster.workers.deadline import Deadline
 from gkd.cluster.workers.failure import WorkerDied, WorkerHung
-from gkd.cluster.workers.group import DEATH_IS_KNOWN_S, PendingCall, find_first_death, gather
+from gkd.cluster.workers.group import DEATH_IS_KNOWN_S, PendingCall, find_first_death, gather, gather_partners
 from gkd.config import Config
 from gkd.errors import RunFailed
 from gkd.rollout.group import RolloutGroup
@@ -242,10 +242,6 @@ class WeightSync:
     ) -> list[list[Any]]:
         """Wait for calls whose workers wait for each other, so that the first death ends the run; their results."""
         try:
-            return gather(calls, timeout_s)
-        except RunFailed as failure:
-            # Whoever lost its partner may report that before Ray has noticed the death that is behind it.
-            death = failure if isinstance(failure, WorkerDied) else find_first_death(calls, DEATH_IS_KNOWN_S)
-            if death is None:
-                raise
+            return gather_partners(calls, timeout_s)
+        except WorkerDied as death:
             raise WorkerDied(f"{death}; the others were in the middle of {activity()} and wait for it") from None

@@ -248,7 +248,8 @@ def test_ranks_are_ended_when_they_have_written_their_checkpoint(
     actor = ActorGroup(ranks, config(), "", restart)
     monkeypatch.setattr("gkd.actor.ranks.wait", wait)
     monkeypatch.setattr("gkd.actor.ranks.is_done", lambda *_: in_time)
-    monkeypatch.setattr("gkd.actor.ranks.gather_partners", lambda *_: None)
+    for gather in ("gather", "gather_partners"):
+        monkeypatch.setattr(f"gkd.actor.ranks.{gather}", lambda *_: None)
     monkeypatch.setattr(actor, "submit_build", lambda: None)
     monkeypatch.setattr(actor, "load", lambda: None)
     actor.write_staged("/there")

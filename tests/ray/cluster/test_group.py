@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -151,7 +150,8 @@ def test_a_death_names_the_worker_and_the_reason(placed):
     pid = rollout.reports[1].pid
     # One that waited for it fails first, as in a collective.
     together = rollout.submit("fail", 0, "value")
-    threading.Timer(1.0, os.kill, (pid, 9)).start()
+    assert ray.wait([together.refs[0]], timeout=30)[0]
+    os.kill(pid, 9)
     with pytest.raises(WorkerDied, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: .*rank 0\b.*ValueError"):
         gather_partners([together], 30)
     with pytest.raises(RunFailed, match=rf"^rollout rank 1 \(pid {pid} on .*\) died: "):
